@@ -7,7 +7,7 @@ from typing import Any
 
 from benchmarks.figure_words import difference, interval, ratio, speed
 from benchmarks.phases_figures import METRICS, phases
-from trimtab.decide.statistics import MIN_PAIRS_FOR_VERDICT as FEW
+from trimtab.planner.statistics import MIN_PAIRS_FOR_VERDICT as FEW
 
 Row = dict[str, Any]
 NAMES = {

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import records
-from trimtab.decide.statistics import MIN_PAIRS_FOR_VERDICT as FEW
+from trimtab.planner.statistics import MIN_PAIRS_FOR_VERDICT as FEW
 
 Row = dict[str, Any]
 BEHIND, ON_TIME = 0.04, 0.33  # limit on goodput's regret; allowance in predicted seconds

@@ -19,7 +19,6 @@ from benchmarks.paper.finding import Run, bound_in_words
 from benchmarks.paper.report import evaluation_texts
 from benchmarks.phases_figures import phases
 from trimtab.core.serialization import read_json
-from trimtab.decide.statistics import MIN_PAIRS_FOR_VERDICT
 from trimtab.experiments.ablation.ablation_result import Ablation
 from trimtab.experiments.ablation.ablation_rows import ablation_object
 from trimtab.experiments.comparison.comparison_result import Comparison
@@ -30,6 +29,7 @@ from trimtab.experiments.phase_result import PhaseResult
 from trimtab.experiments.results import read_result
 from trimtab.experiments.scaling.scaling_result import Scaling
 from trimtab.experiments.scaling.scaling_table import tables
+from trimtab.planner.statistics import MIN_PAIRS_FOR_VERDICT
 
 Row = dict[str, Any]
 Runs = Mapping[str, Run]

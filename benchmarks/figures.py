@@ -29,8 +29,8 @@ from benchmarks.paper.evaluation_goals import runs_in
 from benchmarks.paper.evaluation_slices import slices
 from benchmarks.phases_figures import phases
 from benchmarks.scaling_figures import scaling, sending
-from trimtab.decide.goodput import StepTimes, relative_time
-from trimtab.decide.statistics import MIN_PAIRS_FOR_VERDICT as FEW
+from trimtab.adaptive_batch.step_time_model import StepTimes, relative_time
+from trimtab.planner.statistics import MIN_PAIRS_FOR_VERDICT as FEW
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent

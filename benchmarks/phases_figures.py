@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from trimtab.core.units import format_seconds
-from trimtab.decide.statistics import MIN_PAIRS_FOR_VERDICT as FEW
+from trimtab.planner.statistics import MIN_PAIRS_FOR_VERDICT as FEW
 
 Row = dict[str, Any]
 _SAVED = {"phase_saved_s": "phase", "part_saved_s": "class of module"}

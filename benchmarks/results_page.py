@@ -15,7 +15,7 @@ from benchmarks.figure_words import difference, ratio, speed
 from benchmarks.paper.evaluation_archive import RESULTS, SUFFIX
 from benchmarks.paper.evaluation_goals import NOT_MEASURED
 from benchmarks.records import SECTIONS, section_of
-from trimtab.decide.statistics import MIN_PAIRS_FOR_VERDICT as FEW
+from trimtab.planner.statistics import MIN_PAIRS_FOR_VERDICT as FEW
 
 Row = dict[str, Any]
 WITHIN = 0.25  # relative error of step times predicted for another device

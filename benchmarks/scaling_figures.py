@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from trimtab.decide.statistics import MIN_PAIRS_FOR_VERDICT as FEW
+from trimtab.planner.statistics import MIN_PAIRS_FOR_VERDICT as FEW
 
 Row = dict[str, Any]
 

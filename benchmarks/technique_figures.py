@@ -10,7 +10,7 @@ from typing import Any
 from benchmarks.figure_words import difference, ratio, speed
 from benchmarks.records import Record, evaluated, every, is_evaluated, newest, plan_of, timed_on_gpus
 from trimtab.core.choice import Choice
-from trimtab.decide.tuned_plan import tried_settings
+from trimtab.planner.tuned_plan import tried_settings
 
 Row = dict[str, Any]
 PLAIN_RATE = 1e-4  # learning rate of the tasks' baselines

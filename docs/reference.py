@@ -54,13 +54,13 @@ GROUPS = {
         *_of("trimtab.integrations.tracking", "TrackedRecord"),
         *_of("trimtab.integrations.trackers", "Tracker", "TensorBoard", "MLflow", "WandB", "Trackio"),
     ),
-    "Energy": _of("trimtab.measure.energy_meter", "EnergyClock", "Meter", "MeterLost"),
+    "Energy": _of("trimtab.energy.energy_meter", "EnergyClock", "Meter", "MeterLost"),
     "Carbon": (
-        *_of("trimtab.decide.carbon_schedule", "when_to_train", "CarbonSchedule"),
-        *_of("trimtab.decide.carbon_job", "TrainingJob", "PauseCost"),
-        *_of("trimtab.core.carbon", "Intensity"),
-        *_of("trimtab.integrations.carbon_intensity", *_SOURCES),
-        *_of("trimtab.integrations.carbon_services", "GreatBritain", "ElectricityMaps", "WattTime"),
+        *_of("trimtab.carbon.pause_schedule", "when_to_train", "CarbonSchedule"),
+        *_of("trimtab.carbon.job", "TrainingJob", "PauseCost"),
+        *_of("trimtab.carbon.intensity", "Intensity"),
+        *_of("trimtab.carbon.services", *_SOURCES),
+        *_of("trimtab.carbon.services", "GreatBritain", "ElectricityMaps", "WattTime"),
     ),
 }
 

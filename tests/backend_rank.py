@@ -20,9 +20,9 @@ import torch.distributed as dist
 from rank_cases import CASES, Case, Tokens, batches_of, optimizer_of, scheduler_of, weights_of
 
 import trimtab
-from trimtab.measure.sharded_norms import local_shard
-from trimtab.runtime import gradient_clipping
-from trimtab.runtime.rank_weights import RankWeights
+from trimtab.measure.gradient_norms import local_shard
+from trimtab.settings import clip_norm
+from trimtab.training.rank_sync import RankWeights
 
 
 def _mean_of_means() -> None:
@@ -30,7 +30,7 @@ def _mean_of_means() -> None:
 
 
 def _local_clip() -> None:
-    gradient_clipping.norm = lambda optimizer: torch.nn.utils.get_total_norm(
+    clip_norm.norm = lambda optimizer: torch.nn.utils.get_total_norm(
         [local_shard(p.grad) for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
     )
 

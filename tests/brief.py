@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from trimtab.calibrate import recompute_timing, trials
+from trimtab.profiling import block_profile, trials
 
 BLOCK_S, STAGE_S, MEASURING_S = 0.003, 0.0, 0.1
 # For a program, or a task's file that one imports.
 CODE = f"""
-from trimtab.calibrate import recompute_timing, trials
+from trimtab.profiling import recompute_timing, trials
 
 trials.BLOCK_S, trials._STAGE_S, recompute_timing._MEASURING_S = {BLOCK_S}, {STAGE_S}, {MEASURING_S}
 """
@@ -23,4 +23,4 @@ def shorten(set_to: Callable[[object, str, float], None] = setattr) -> None:
     """Time trials briefly from here on; with a `monkeypatch.setattr`, to its end."""
     set_to(trials, "BLOCK_S", BLOCK_S)
     set_to(trials, "_STAGE_S", STAGE_S)
-    set_to(recompute_timing, "_MEASURING_S", MEASURING_S)
+    set_to(block_profile, "_MEASURING_S", MEASURING_S)

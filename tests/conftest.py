@@ -87,8 +87,8 @@ def brief_trials(monkeypatch):
 @pytest.fixture
 def each_measured(monkeypatch):
     """Measure every window, from a run's first, whatever that costs; counts those that were watched, and to the end."""
-    from trimtab.decide.overhead_budget import OverheadBudget
-    from trimtab.runtime.noise_monitor import NoiseMonitor
+    from trimtab.adaptive_batch.noise_probes import OverheadBudget
+    from trimtab.training.noise_monitor import NoiseMonitor
 
     counts = SimpleNamespace(opened=0, closed=0)
 

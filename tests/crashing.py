@@ -26,25 +26,24 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 import trimtab
+from trimtab.adaptive_batch.batch_size_decider import BatchSizeDecider
+from trimtab.adaptive_batch.gradient_noise_scale import NoiseAverage
+from trimtab.adaptive_batch.noise_probes import OverheadBudget
 from trimtab.checkpoint import manager
 from trimtab.checkpoint.config import Checkpoints
 from trimtab.checkpoint.train_state import AdditionalState, ModelState, OptimizerState
-from trimtab.decide.batch_size_decider import BatchSizeDecider
-from trimtab.decide.gradient_noise_scale import NoiseAverage
-from trimtab.decide.overhead_budget import OverheadBudget
 from trimtab.losses import Summed
-from trimtab.measure.random_state import loading_random_state, random_state
-from trimtab.runtime import data_position
-from trimtab.runtime.accumulation import WindowWeights
-from trimtab.runtime.data_position import DataPosition
-from trimtab.runtime.lr_schedule import RateFollower
-from trimtab.runtime.muon import Momentum
-from trimtab.runtime.nonfinite import NonFinitePolicy
-from trimtab.runtime.oom_retry import OutOfMemoryRetry
-from trimtab.runtime.out_of_memory import MicroBatchLimit
-from trimtab.runtime.precision import MixedPrecision
-from trimtab.runtime.step_recorder import StepRecorder
-from trimtab.runtime.training_progress import TrainingProgress
+from trimtab.settings.lr_schedule import RateFollower
+from trimtab.settings.muon import Momentum
+from trimtab.settings.precision import MixedPrecision
+from trimtab.state.random_state import loading_random_state, random_state
+from trimtab.training import data_position
+from trimtab.training.accumulation import WindowWeights
+from trimtab.training.data_position import DataPosition
+from trimtab.training.nonfinite import NonFinitePolicy
+from trimtab.training.out_of_memory import MicroBatchLimit, OutOfMemoryRetry
+from trimtab.training.step_recorder import StepRecorder
+from trimtab.training.training_progress import TrainingProgress
 
 ROWS, WINDOWS = 8, 60
 

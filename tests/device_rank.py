@@ -25,7 +25,7 @@ from trimtab.distributed.backend_selection import _BACKENDS
 from trimtab.distributed.bandwidth_test import calibrate
 from trimtab.distributed.host_gather import RankExchange
 from trimtab.distributed.process_group import backends, max_over_ranks, total
-from trimtab.measure.sharded_norms import is_shard
+from trimtab.measure.gradient_norms import is_shard
 
 ROWS, WIDTH, STEPS = 4, 16, 3
 

@@ -22,8 +22,8 @@ import trimtab
 from trimtab.core.parallelism import Parallelism
 from trimtab.core.plan import Plan
 from trimtab.distributed.rank_memory import trace_rank
-from trimtab.measure.peak_memory import peak_growth, storage_bytes
-from trimtab.measure.sharded_norms import local_shard
+from trimtab.measure.gradient_norms import local_shard
+from trimtab.state.peak_memory import peak_growth, storage_bytes
 
 # On a device beside what its libraries take, some 10 MiB.
 IS_LARGE = torch.cuda.is_available()

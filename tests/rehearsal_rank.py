@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-sys.path.insert(0, str(Path(__file__).parent / "unit" / "decide"))
+sys.path.insert(0, str(Path(__file__).parent / "unit" / "planner"))
 
 from call_counts import OutOfReach
 from memory_rank import Words, batch_of, loss, settling
@@ -28,17 +28,17 @@ from simulated_machine import MIB, Machine, measured
 from test_rank_stages import ACCELERATOR, shape, traces_of
 
 import trimtab
-from trimtab.core.interconnect import Link, LinkCalibration
+from trimtab.core.hardware import Link, LinkCalibration
 from trimtab.core.objective import Budget
 from trimtab.core.parallelism import StepShape
 from trimtab.core.plan import Plan
 from trimtab.core.serialization import from_jsonable, to_jsonable
-from trimtab.distributed import ddp, dry_run, dry_run_on_copies, error_propagation, plan_on_ranks, process_group
+from trimtab.distributed import ddp, dry_run, host_gather, plan_on_ranks, process_group
 from trimtab.distributed.dry_run import DryRuns, of_live
 from trimtab.distributed.zero_stage_inputs import StageMeasurements
-from trimtab.measure.peak_memory import peak_growth, storage_bytes
-from trimtab.measure.sharded_norms import local_shard
-from trimtab.measure.state_digest import fingerprint
+from trimtab.measure.gradient_norms import local_shard
+from trimtab.state.peak_memory import peak_growth, storage_bytes
+from trimtab.state.state_digest import fingerprint
 
 ROWS, SLOW_S = 8, 0.1
 SHAPE = StepShape(0.01, 0.02, 0.001, (2**20,) * 8, (1.0,) * 8)
@@ -341,7 +341,7 @@ CASES = {
 if __name__ == "__main__":
     rank, ranks, folder, *names = sys.argv[1:]
     torch.set_num_threads(1)
-    error_propagation._ANSWER_S, dry_run_on_copies._BLOCK_S, dry_run._PAIRS = 1.0, 0.05, 6
+    host_gather._ANSWER_S, dry_run._BLOCK_S, dry_run._PAIRS = 1.0, 0.05, 6
     process_group.TIMEOUT_S = 12.0
     dist.all_gather_into_tensor = settling(dist.all_gather_into_tensor)
     dist.reduce_scatter_tensor = settling(dist.reduce_scatter_tensor)

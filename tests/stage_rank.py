@@ -27,14 +27,14 @@ from trimtab.core.errors import TrimtabError
 from trimtab.core.parallelism import Parallelism
 from trimtab.core.plan import Plan
 from trimtab.core.serialization import to_jsonable
-from trimtab.decide.zero_stage import GLOO_ONCE
-from trimtab.distributed import dry_run, dry_run_on_copies, zero_stage_inputs
+from trimtab.distributed import dry_run, zero_stage_inputs
 from trimtab.distributed.rank_memory import trace_rank
+from trimtab.planner.zero_stage import GLOO_ONCE
 
 DEVICE = sys.argv[4] if sys.argv[4:] else "cpu"
 brief.shorten()  # the limit decides here, and not what is faster
 if DEVICE == "cpu":  # where what is sent waits far longer than it takes (`settling`)
-    dry_run_on_copies._BLOCK_S, dry_run._PAIRS = 0.02, 6
+    dry_run._BLOCK_S, dry_run._PAIRS = 0.02, 6
 # So that what a rank may shard is most of what it holds; on a device, beside what its libraries take.
 rank_cases.WIDTH, rank_cases.DEPTH = (96, 6) if DEVICE == "cpu" else (2048, 6)
 

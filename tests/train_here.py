@@ -11,8 +11,8 @@ from pathlib import Path
 from trimtab import cli
 from trimtab.core.plan import Plan
 from trimtab.core.serialization import to_json
-from trimtab.measure import meter_selection
-from trimtab.measure.energy_meter import NoMeter
+from trimtab.energy import meter_selection
+from trimtab.energy.energy_meter import NoMeter
 
 TINY_TASK = Path(__file__).parent / "unit" / "experiments" / "tiny_task.py"
 

@@ -24,15 +24,15 @@ import torch
 import trimtab
 from benchmarks import command
 from benchmarks.paper.tasks import load_task
-from trimtab.calibrate.training_loop import TrainingLoop
 from trimtab.core.errors import InfeasibleError
 from trimtab.core.plan import Plan
 from trimtab.core.profile import Profile
-from trimtab.decide.planner import choose
-from trimtab.decide.statistics import mean_interval
-from trimtab.decide.trial_statistics import FREE_SPEED
-from trimtab.measure.peak_memory import peak_bytes
 from trimtab.measure.timing import time_call
+from trimtab.planner.plan_choice import choose
+from trimtab.planner.statistics import mean_interval
+from trimtab.planner.trial_statistics import FREE_SPEED
+from trimtab.profiling.training_loop import TrainingLoop
+from trimtab.state.peak_memory import peak_bytes
 from trimtab.tasks.task import Batch, Task
 
 TASKS = ("digits_resnet", "source_gpt", "wikitext2_gpt")

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 import trimtab
 from benchmarks import command
-from trimtab.decide.statistics import ratio_interval, resolution
+from trimtab.planner.statistics import ratio_interval, resolution
 
 LAYERS, WIDTH, TOKENS, POSITIONS = 12, 768, 50_257, 1_024
 KEPT = 2  # default number of checkpoints of a run

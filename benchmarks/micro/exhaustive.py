@@ -17,13 +17,13 @@ import torch
 import trimtab
 from benchmarks import command
 from benchmarks.paper.tasks import load_task
-from trimtab.calibrate.training_loop import TrainingLoop
-from trimtab.calibrate.trials import run_stage
 from trimtab.core.profile import Candidate, Profile, Trial
-from trimtab.decide.micro_batch_sizes import sizes_to_consider
-from trimtab.decide.planner import choose
-from trimtab.decide.search import SearchPhase, mode_candidates
-from trimtab.decide.trial_statistics import speed_ratio
+from trimtab.planner.cost_model import sizes_to_consider
+from trimtab.planner.plan_choice import choose
+from trimtab.planner.search import SearchPhase, mode_candidates
+from trimtab.planner.trial_statistics import speed_ratio
+from trimtab.profiling.training_loop import TrainingLoop
+from trimtab.profiling.trials import run_stage
 
 TASKS = ("digits_resnet", "source_gpt")
 BEST, BLOCKS = 5, 16

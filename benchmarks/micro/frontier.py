@@ -32,22 +32,20 @@ import trimtab
 from benchmarks import command
 from benchmarks.micro.budget_sweep import run
 from benchmarks.micro.prediction_models import KINDS, MORE_KINDS, Kind
-from trimtab.calibrate.block_profile import measure_recomputable
-from trimtab.calibrate.training_loop import TrainingLoop
 from trimtab.core.block_costs import BlockChain
 from trimtab.core.errors import InfeasibleError
 from trimtab.core.profile import Candidate, Profile
 from trimtab.core.recompute_schedule import KeptBlock, Schedule
-from trimtab.decide.planner import choose
-from trimtab.decide.recompute_cost import every_block, keep_all, predict, sqrt_segments
-from trimtab.decide.recompute_solver import optimal
-from trimtab.decide.statistics import ratio_interval
 from trimtab.losses import mean_of
 from trimtab.measure.page_faults import time_settled
-from trimtab.measure.peak_memory import peak_bytes
-from trimtab.runtime.activation_checkpoint import use_schedule
-from trimtab.runtime.global_flags import retained_memory
-from trimtab.runtime.precision import autocast
+from trimtab.planner.plan_choice import choose
+from trimtab.planner.recompute_solver import every_block, keep_all, optimal, predict, sqrt_segments
+from trimtab.planner.statistics import ratio_interval
+from trimtab.profiling.block_profile import measure_recomputable
+from trimtab.profiling.training_loop import TrainingLoop
+from trimtab.settings.precision import autocast, retained_memory
+from trimtab.settings.recompute import use_schedule
+from trimtab.state.peak_memory import peak_bytes
 
 MODELS = ("gpt_tied", "resnet50", "unet", "vit")
 SHARES = (0.9, 0.8, 0.75, 0.7, 0.6, 0.5, 0.4, 0.3, 0.25)

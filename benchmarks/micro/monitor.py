@@ -28,15 +28,14 @@ import torch
 import trimtab
 from benchmarks import command
 from benchmarks.paper.tasks import load_task
+from trimtab.adaptive_batch.noise_probes import OverheadBudget
 from trimtab.core.plan import Plan
-from trimtab.decide.overhead_budget import OverheadBudget
-from trimtab.decide.statistics import Interval, ratio_interval, resolution
 from trimtab.losses import mean_of
 from trimtab.measure.gradient_norms import GradientNorms, squared_norm
 from trimtab.measure.timing import synchronize
-from trimtab.runtime.batch_size_controller import BatchSizeController
-from trimtab.runtime.fixed_batch_size import FixedBatchSize
+from trimtab.planner.statistics import Interval, ratio_interval, resolution
 from trimtab.tasks.task import Task
+from trimtab.training.batch_size_controller import BatchSizeController, FixedBatchSize
 
 # (task, micro-batches per step, pairs, pairs with --quick)
 CASES = (("digits_resnet", 4, 2000, 90), ("source_gpt", 4, 450, 12), ("source_gpt", 1, 150, 12))

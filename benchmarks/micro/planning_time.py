@@ -25,10 +25,9 @@ import trimtab
 from benchmarks import command
 from benchmarks.micro.prediction_models import ResNet50
 from trimtab.core.block_costs import BlockCost
-from trimtab.decide.recompute_cost import keep_all, predict
-from trimtab.decide.recompute_solver import optimal
-from trimtab.decide.statistics import mean_interval
 from trimtab.measure.fake_tensors import FakeTensors
+from trimtab.planner.recompute_solver import keep_all, optimal, predict
+from trimtab.planner.statistics import mean_interval
 from trimtab.tasks.language_modelling import next_token_loss
 from trimtab.tasks.models.gpt import GPT, GPTShape
 

@@ -3,7 +3,7 @@
 `python -m benchmarks.micro.planted [--quick] [--json] [--precision fp32]` plans a multilayer perceptron with a fused
 optimizer and a batch too small to split, n times from new weights, and counts the plans that change a setting. All
 candidates are slower or refused. The probability that an equally fast candidate wins is a separate test
-(`tests/unit/calibrate/test_false_gains.py`). The upper bound is that of the exact 95% binomial interval. `--precision`
+(`tests/unit/profiling/test_false_gains.py`). The upper bound is that of the exact 95% binomial interval. `--precision`
 is the fastest precision of the machine, declared as the loop's own.
 """
 

@@ -27,18 +27,16 @@ import torch
 import trimtab
 from benchmarks import command
 from benchmarks.micro.prediction_models import KINDS, OPTIMIZERS, Kind
-from trimtab.calibrate.training_loop import TrainingLoop
 from trimtab.core.profile import FINAL, Candidate, Profile
 from trimtab.core.recompute_schedule import EVERY_BLOCK
-from trimtab.decide.cost_model import CostModel
-from trimtab.decide.micro_batch_sizes import head_tokens
-from trimtab.decide.roofline import step_seconds
 from trimtab.measure.memory_trace import trace_peaks
 from trimtab.measure.page_faults import time_settled
-from trimtab.measure.peak_memory import peak_bytes
 from trimtab.measure.timing import time_call
-from trimtab.runtime.precision import autocast
-from trimtab.runtime.run import Run
+from trimtab.planner.cost_model import CostModel, head_tokens, step_seconds
+from trimtab.profiling.training_loop import TrainingLoop
+from trimtab.settings.precision import autocast
+from trimtab.state.peak_memory import peak_bytes
+from trimtab.training.run import Run
 
 CPU = torch.device("cpu")
 ROUNDS, BLOCK_S = 9, 0.15

@@ -19,7 +19,7 @@ import trimtab
 from benchmarks import command
 from benchmarks.paper.tasks import load_task
 from trimtab.core.profile import FINAL
-from trimtab.decide.search import allowed_s
+from trimtab.planner.search import allowed_s
 
 TASKS = ("digits_resnet", "source_gpt", "wikitext2_gpt", "cifar10_resnet")
 STEPS = (1_000, 10_000)

@@ -17,11 +17,11 @@ import torch
 
 from benchmarks import command
 from benchmarks.micro.published_cases import CASES, SOURCES, Published
-from trimtab.calibrate.candidate_traces import trace_elsewhere
 from trimtab.core.hardware import absent_device
 from trimtab.core.profile import Candidate
-from trimtab.decide.roofline import step_seconds
 from trimtab.measure.fake_tensors import FakeTensors
+from trimtab.planner.cost_model import step_seconds
+from trimtab.profiling.candidate_traces import trace_elsewhere
 
 QUICK = 6
 

@@ -26,20 +26,18 @@ from torch import nn
 from benchmarks import command
 from benchmarks.micro.published import default_dtype
 from benchmarks.micro.published_ranks_cases import CASES, EFFICIENCIES, SOURCES, Case, Efficiency, Model
-from trimtab.calibrate.candidate_traces import trace_elsewhere
-from trimtab.calibrate.communication_profile import step_shape
-from trimtab.calibrate.loop_facts import loop_facts
-from trimtab.core.interconnect import Link
-from trimtab.core.memory_model import PeakMemoryModel
-from trimtab.core.operator_costs import StepWork
+from trimtab.core.hardware import Link
+from trimtab.core.memory_model import PeakMemoryModel, StepWork
 from trimtab.core.parallelism import Parallelism, StepShape
 from trimtab.core.plan import MeasuredCost, Plan, SplitCheck
 from trimtab.core.profile import Candidate, Profile, TracedCandidate
-from trimtab.decide.communication_cost import WindowCost, window_s
-from trimtab.decide.roofline import step_seconds
 from trimtab.distributed.rank_memory import trace_rank
-from trimtab.measure.fake_cuda import FakeCudaMode
-from trimtab.measure.fake_tensors import FakeTensors
+from trimtab.measure.fake_tensors import FakeCudaMode, FakeTensors
+from trimtab.planner.communication_cost import WindowCost, window_s
+from trimtab.planner.cost_model import step_seconds
+from trimtab.profiling.candidate_traces import trace_elsewhere
+from trimtab.profiling.communication_profile import step_shape
+from trimtab.profiling.loop_facts import loop_facts
 
 QUICK = ("resnet50", "gpt2", "MPT 125M")
 TRACED_ROWS = (2, 4)  # FLOP and peaks are linear in the batch size

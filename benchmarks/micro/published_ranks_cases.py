@@ -17,8 +17,7 @@ from torch import Tensor, nn
 from benchmarks.micro.prediction_models import over_classes, over_tokens
 from benchmarks.micro.published_cases import PIXELS, Gpt2Small, Style, resnet
 from benchmarks.micro.published_ranks_models import Llama, LossFn, Mpt, Shape, over_wide_tokens
-from trimtab.core.hardware import DeviceSpec, absent_device
-from trimtab.core.interconnect import LINKS, Link, absent_link, over_nodes
+from trimtab.core.hardware import LINKS, DeviceSpec, Link, absent_device, absent_link, over_nodes
 from trimtab.core.parallelism import Parallelism
 
 GIB = 2**30

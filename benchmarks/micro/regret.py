@@ -41,8 +41,8 @@ import trimtab
 from benchmarks import command
 from benchmarks.micro.regret_cases import CASES, Case, Course, kept, train, train_fixed
 from benchmarks.micro.regret_times import local_times, rank_times
-from trimtab.decide.goodput import StepTimes
-from trimtab.decide.statistics import ratio_interval
+from trimtab.adaptive_batch.step_time_model import StepTimes
+from trimtab.planner.statistics import ratio_interval
 
 FIXED = (1, 2, 4, 8, 16)
 POLICIES = ("goodput", "paper")

@@ -23,22 +23,21 @@ import trimtab
 from benchmarks.paper.cifar10 import normalise
 from benchmarks.paper.datasets import cifar10
 from benchmarks.paper.tasks import load_task
+from trimtab.adaptive_batch import batch_size_decider
+from trimtab.adaptive_batch.batch_size_policy import NoiseEstimate
+from trimtab.adaptive_batch.step_time_model import StepTimes, WindowTimes
 from trimtab.core.plan import Plan
 from trimtab.core.serialization import write_whole
-from trimtab.decide import batch_size_decider
-from trimtab.decide.batch_size_policy import NoiseEstimate
-from trimtab.decide.goodput import StepTimes
-from trimtab.decide.step_time_model import WindowTimes
 from trimtab.losses import parts_of
-from trimtab.runtime.batch_size_controller import BatchSizeController
-from trimtab.runtime.run import Run
-from trimtab.runtime.window import Window
 from trimtab.tasks.embedded import python_topics
 from trimtab.tasks.evaluation import evaluation_mode
 from trimtab.tasks.language_modelling import windows
 from trimtab.tasks.models.gpt import GPT, GPTShape
 from trimtab.tasks.models.resnet import ResNet
 from trimtab.tasks.task import Task, TaskData
+from trimtab.training.batch_size_controller import BatchSizeController
+from trimtab.training.run import Run
+from trimtab.training.window import Window
 
 SMOOTHED = 3  # evaluations averaged for a point of a curve
 

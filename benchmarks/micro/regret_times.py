@@ -20,8 +20,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import trimtab
 from benchmarks.micro.regret_cases import Case
+from trimtab.adaptive_batch.step_time_model import StepTimes
 from trimtab.core.plan import Plan
-from trimtab.decide.goodput import StepTimes
 from trimtab.losses import mean_of
 from trimtab.tasks.task import Task
 

@@ -36,7 +36,7 @@ from typing import Any
 
 from benchmarks import command
 from benchmarks.micro.scaling_faults import faults
-from trimtab.decide.statistics import MIN_PAIRS_FOR_VERDICT, ratio_interval, resolution
+from trimtab.planner.statistics import MIN_PAIRS_FOR_VERDICT, ratio_interval, resolution
 
 HERE = Path(__file__).resolve().parent
 MBIT = {"resnet_small": 400, "resnet_wide": 4000, "gpt_small": 2000}

@@ -18,11 +18,11 @@ import torch.distributed as dist
 import trimtab
 from benchmarks.micro.scaling_tasks import BY_NAME
 from trimtab.core.plan import Plan
-from trimtab.decide.interleaving import turns
-from trimtab.decide.multi_rank_plan import for_one_process
 from trimtab.distributed.host_gather import RankExchange
 from trimtab.distributed.process_group import max_over_ranks, total
 from trimtab.experiments.baselines.replica import ReplicaLoop
+from trimtab.planner.multi_rank_plan import for_one_process
+from trimtab.planner.statistics import turns
 from trimtab.tasks.task import Task
 
 WINDOW_ROWS = {"ddp": 1, "plan": 16}  # loader batches per window: baseline, and maximum of an adaptive batch size

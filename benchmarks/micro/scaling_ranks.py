@@ -33,12 +33,8 @@ from trimtab.core.batch_rule import BatchRule
 from trimtab.core.parallelism import Parallelism
 from trimtab.core.plan import Plan
 from trimtab.core.progress import silent
-from trimtab.core.rank_peak_memory import WAYS
-from trimtab.decide.communication_cost import window_s
-from trimtab.decide.multi_rank_plan import for_one_process, for_replicas
 from trimtab.distributed.bandwidth_test import calibrate
-from trimtab.distributed.dry_run import DryRuns
-from trimtab.distributed.dry_run_on_copies import DryRun
+from trimtab.distributed.dry_run import DryRun, DryRuns
 from trimtab.distributed.plan_on_ranks import BroadcastPlan, plan_together
 from trimtab.distributed.process_group import max_over_ranks, total
 from trimtab.distributed.zero_stage_inputs import RankLoop
@@ -47,7 +43,10 @@ from trimtab.experiments.baselines.replica import ReplicaLoop
 from trimtab.experiments.paired_runs.plan_loops import PlanLoop
 from trimtab.experiments.scaling.scaling_plans import plan_maker
 from trimtab.experiments.task_ranks import rehearsal_of, task_of_rank
-from trimtab.measure.process_state import ProcessState
+from trimtab.planner.communication_cost import window_s
+from trimtab.planner.multi_rank_plan import for_one_process, for_replicas
+from trimtab.planner.rank_profile import WAYS
+from trimtab.state.process_state import ProcessState
 from trimtab.tasks.task import Task
 
 CPU = torch.device("cpu")

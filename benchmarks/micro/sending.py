@@ -23,7 +23,7 @@ from typing import Any
 
 from benchmarks import command
 from benchmarks.micro.scaling import has_slow_link, run_ranks
-from trimtab.decide.statistics import ratio_interval
+from trimtab.planner.statistics import ratio_interval
 
 HERE = Path(__file__).parent
 TASKS = {"resnet": ("RESNET", 40), "gpt": ("GPT", 10)}  # task, and windows per block

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from benchmarks.paper.claims import BATCH_IMAGES, MAIN_TABLES, RANKS
 from trimtab.core.hardware import absent_device
-from trimtab.decide.projection import doubling_months, net_speedup, speedup_of_time_saved
+from trimtab.planner.projection import doubling_months, net_speedup, speedup_of_time_saved
 
 GPU = "RTX 3090"
 # FLOP per image of ResNet-50, forward and backward, by stem (math: section 9).

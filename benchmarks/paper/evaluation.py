@@ -222,7 +222,7 @@ def here(size: str, folder: Path | None = None, limit_s: float = 60 * MINUTES["c
     import torch
 
     from trimtab.cli.main import app
-    from trimtab.measure.meter_selection import find_meter
+    from trimtab.energy.meter_selection import find_meter
 
     found, gpus = environment(), torch.cuda.device_count()
     refuse_gpu(size, gpus)

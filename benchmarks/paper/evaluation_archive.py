@@ -19,8 +19,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from trimtab.core.append_only_file import write_over
 from trimtab.core.errors import FormatError
+from trimtab.core.files import write_over
 from trimtab.core.serialization import read_json, to_json, write_whole
 
 RESULTS = Path("benchmarks") / "results"

@@ -17,9 +17,9 @@ from benchmarks.paper.runs import read_runs
 from trimtab.core.errors import FormatError
 from trimtab.core.plan import Plan
 from trimtab.core.serialization import read_json
-from trimtab.decide.statistics import MIN_PAIRS_FOR_VERDICT, mean_interval
 from trimtab.experiments.comparison.comparison_result import Ratio
 from trimtab.experiments.results import KINDS, RECORD
+from trimtab.planner.statistics import MIN_PAIRS_FOR_VERDICT, mean_interval
 
 MET, MISSED, NOT_SHOWN, NOT_MEASURED = "met", "missed", "not shown", "not measured"
 TOLD_MET, TOLD_MISSED = "predicted met", "predicted missed"  # for goals that are only predicted

@@ -17,8 +17,8 @@ from benchmarks.paper.evaluation_slices import DONE, Slice
 from benchmarks.paper.finding import Run
 from benchmarks.paper.judge import FAIL, PASS
 from benchmarks.paper.rows import evaluation_object
-from trimtab.decide.statistics import MIN_PAIRS_FOR_VERDICT as FEW
 from trimtab.experiments.comparison.comparison_result import NO_VERDICT
+from trimtab.planner.statistics import MIN_PAIRS_FOR_VERDICT as FEW
 
 Row = dict[str, Any]
 DIGITS = 5  # significant digits of figures

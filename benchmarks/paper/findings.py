@@ -9,7 +9,6 @@ from dataclasses import replace
 
 from benchmarks.paper.finding import Finding, Run
 from benchmarks.paper.gain_findings import REFERENCE, gain_findings
-from trimtab.decide.statistics import MIN_PAIRS_FOR_VERDICT, Interval, mean_interval
 from trimtab.experiments.ablation.ablation_result import INTERACTION, MEMORY, QUALITY, THROUGHPUT, Ablation
 from trimtab.experiments.comparison.comparison_result import (
     NO_VERDICT,
@@ -25,6 +24,7 @@ from trimtab.experiments.comparison.comparison_result import (
 from trimtab.experiments.comparison.comparison_statistics import ALIKE, as_ratio, time_of_crossing
 from trimtab.experiments.comparison.ratio_rows import difference
 from trimtab.experiments.scaling.scaling_result import PLAN_KINDS, RECIPES, Scaling
+from trimtab.planner.statistics import MIN_PAIRS_FOR_VERDICT, Interval, mean_interval
 
 _Point = tuple[int, float, float]  # A point of a curve: samples, seconds, metric.
 

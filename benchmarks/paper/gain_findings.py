@@ -8,10 +8,10 @@ from collections.abc import Collection, Iterator, Sequence
 from benchmarks.paper.finding import Finding, Run
 from trimtab.core.errors import FormatError
 from trimtab.core.step_phases import TimedGain
-from trimtab.decide.phase_attribution import MEMORY as MEMORY_BOUND
-from trimtab.decide.phase_attribution import shares
 from trimtab.experiments.comparison.comparison_result import NO_VERDICT, ThirdRow, Verdict
 from trimtab.experiments.comparison.comparison_statistics import as_ratio
+from trimtab.experiments.phase_attribution import MEMORY as MEMORY_BOUND
+from trimtab.experiments.phase_attribution import shares
 from trimtab.experiments.phase_result import PhaseResult
 
 REFERENCE = "reference"

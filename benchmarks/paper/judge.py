@@ -18,9 +18,9 @@ from benchmarks.paper.claims import (
     Claim,
 )
 from benchmarks.paper.finding import Finding, Run
-from trimtab.decide.statistics import MIN_PAIRS_FOR_VERDICT
 from trimtab.experiments.comparison.comparison_result import NO_VERDICT, Ratio, Verdict
 from trimtab.experiments.comparison.comparison_statistics import bounds
+from trimtab.planner.statistics import MIN_PAIRS_FOR_VERDICT
 
 PASS, FAIL = "pass", "fail"
 NOT_COMPARABLE, NOT_MEASURED = "not comparable", "not measured"

@@ -8,8 +8,7 @@ from typing import Any
 
 from benchmarks.paper.finding import Finding, Run
 from trimtab.core.energy_reading import OTHER_RANKS, MeterFacts
-from trimtab.core.record import RunRecord
-from trimtab.core.record_summary import RunSummary, summary_of
+from trimtab.core.record import RunRecord, RunSummary, summary_of
 from trimtab.core.serialization import from_jsonable
 from trimtab.experiments.comparison.comparison_result import NO_VERDICT, Verdict
 from trimtab.experiments.comparison.comparison_statistics import trained

@@ -13,7 +13,7 @@ from benchmarks.paper.gain_findings import of_phases
 from benchmarks.paper.record_findings import of_record
 from benchmarks.paper.run_folder import environment_beside, planned_beside
 from trimtab.core.errors import FormatError, ValueGivenError
-from trimtab.core.record_summary import RunSummary
+from trimtab.core.record import RunSummary
 from trimtab.experiments.ablation.ablation_result import Ablation
 from trimtab.experiments.comparison.comparison_result import Comparison
 from trimtab.experiments.phase_result import PhaseResult

@@ -30,9 +30,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-from trimtab.core.append_only_file import set_apart
-from trimtab.core.bounded_read import DATA_BYTES, open_regular
 from trimtab.core.errors import DataMissingError, FormatError
+from trimtab.core.files import DATA_BYTES, open_regular, set_apart
 
 TIMEOUT_S = 5.0
 CHUNK_BYTES = 1 << 20

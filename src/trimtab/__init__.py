@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from trimtab.distributed.process_group import process_group
     from trimtab.distributed.sharded_loader import shard
     from trimtab.losses import Summed
-    from trimtab.runtime.run import Run
-    from trimtab.runtime.split_conditions import UnprovedSplitWarning
+    from trimtab.training.batch_splitting import UnprovedSplitWarning
+    from trimtab.training.run import Run
 
 __version__ = "0.1.0"
 __all__ = [
@@ -58,9 +58,9 @@ __all__ = [
 # Loaded on first use, so that plans and records can be read without importing torch.
 _LAZY = dict.fromkeys(("Metering", "plan", "profile", "start"), "trimtab.api") | {
     "Checkpoints": "trimtab.checkpoint.config",
-    "Run": "trimtab.runtime.run",
+    "Run": "trimtab.training.run",
     "Summed": "trimtab.losses",
-    "UnprovedSplitWarning": "trimtab.runtime.split_conditions",
+    "UnprovedSplitWarning": "trimtab.training.batch_splitting",
     "process_group": "trimtab.distributed.process_group",
     "shard": "trimtab.distributed.sharded_loader",
 }

@@ -11,20 +11,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from trimtab.calibrate.communication_profile import step_shape
-from trimtab.calibrate.example_batch import protect_batch
-from trimtab.calibrate.profiler import NUM_BLOCKS, profile_loop
-from trimtab.calibrate.sample_batches import require_restorable
-from trimtab.calibrate.target_device import profile_elsewhere
-from trimtab.calibrate.training_loop import TrainingLoop
-from trimtab.calibrate.training_settings_search import (
-    TRAINED,
-    RunLength,
-    batch_rule_of,
-    require_adaptable,
-    tunable_settings,
-    tune_plan,
-)
 from trimtab.checkpoint.config import Checkpoints
 from trimtab.checkpoint.manager import kept
 from trimtab.core import validation
@@ -37,22 +23,35 @@ from trimtab.core.profile import Profile
 from trimtab.core.progress import silent
 from trimtab.core.record import RecordWriter
 from trimtab.core.stopping_rule import Stop
-from trimtab.decide.planner import choose_there
-from trimtab.decide.rank_profile import of_any_rank
 from trimtab.distributed.backend_selection import backend_of, is_to_share, require_plannable
 from trimtab.distributed.dry_run import of_live
 from trimtab.distributed.host_gather import has_peers
 from trimtab.distributed.plan_on_ranks import BroadcastPlan, plan_together
 from trimtab.distributed.rank_consistency import require_same_loop
 from trimtab.distributed.zero_stage_inputs import StageMeasurements, of_replicas, share_of
-from trimtab.measure.energy_meter import EnergyClock
-from trimtab.measure.meter_selection import Metering as Metering
-from trimtab.measure.meter_selection import elsewhere_meter, find_meter, measurable
-from trimtab.runtime.batch_splitting import BatchSplitting, Count, Split, of_same_size
-from trimtab.runtime.optimizers import modules_beside, require_alone
-from trimtab.runtime.run import LossFn, Run
-from trimtab.runtime.split_conditions import warn_of_unproved_split
-from trimtab.runtime.step_recorder import StepRecorder
+from trimtab.energy.energy_meter import EnergyClock
+from trimtab.energy.meter_selection import Metering as Metering
+from trimtab.energy.meter_selection import elsewhere_meter, find_meter, measurable
+from trimtab.planner.plan_choice import choose_there
+from trimtab.planner.rank_profile import of_any_rank
+from trimtab.profiling.communication_profile import step_shape
+from trimtab.profiling.example_batch import protect_batch
+from trimtab.profiling.profiler import NUM_BLOCKS, profile_loop
+from trimtab.profiling.sample_batches import require_restorable
+from trimtab.profiling.target_device import profile_elsewhere
+from trimtab.profiling.training_loop import TrainingLoop
+from trimtab.profiling.training_settings_search import (
+    TRAINED,
+    RunLength,
+    batch_rule_of,
+    require_adaptable,
+    tunable_settings,
+    tune_plan,
+)
+from trimtab.settings.optimizers import modules_beside, require_alone
+from trimtab.training.batch_splitting import BatchSplitting, Count, Split, of_same_size, warn_of_unproved_split
+from trimtab.training.run import LossFn, Run
+from trimtab.training.step_recorder import StepRecorder
 
 MOST_BATCHES = 16
 FREED = (

@@ -17,10 +17,9 @@ from torch.distributed import distributed_c10d as c10d
 from trimtab.core.errors import DependencyError, ModelError, ValueGivenError
 from trimtab.core.parallelism import Parallelism
 from trimtab.core.profile import Candidate
-from trimtab.core.rank_peak_memory import WAYS
 from trimtab.distributed import rank_memory
-from trimtab.distributed.fake_process_group import absent_ranks, mesh_of_all
-from trimtab.distributed.rank_memory import trace_rank
+from trimtab.distributed.rank_memory import absent_ranks, mesh_of_all, trace_rank
+from trimtab.planner.rank_profile import WAYS
 
 JOB = """
     import copy, os, sys

@@ -122,7 +122,7 @@ def test_two_ranks_compare_and_go_on_where_they_were_cut_off(folder, monkeypatch
 
 @pytest.mark.parametrize(
     "where",
-    ["True", 'any(frame.filename.endswith("runtime/run.py") for frame in inspect.stack())'],
+    ["True", 'any(frame.filename.endswith("training/run.py") for frame in inspect.stack())'],
     ids=["reference", "plan"],
 )
 def test_a_rank_that_fails_ends_the_comparison_with_one_reason(folder, where):

@@ -17,7 +17,7 @@ RANK = """
     from torch.nn.parallel import DistributedDataParallel
     import trimtab
     from trimtab.core.errors import TrimtabError
-    from trimtab.runtime.user_hooks import gradient_hooks
+    from trimtab.training.user_hooks import gradient_hooks
 
     torch.set_num_threads(1)
     rank, folder = int(sys.argv[1]), sys.argv[2]

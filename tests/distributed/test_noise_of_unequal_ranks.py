@@ -15,9 +15,9 @@ RANK = """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
     import trimtab
-    from trimtab.decide.overhead_budget import OverheadBudget
-    from trimtab.decide.gradient_noise_scale import NoiseAverage, from_partial_sums
-    from trimtab.runtime import noise_monitor
+    from trimtab.adaptive_batch.noise_probes import OverheadBudget
+    from trimtab.adaptive_batch.gradient_noise_scale import NoiseAverage, from_partial_sums
+    from trimtab.training import noise_monitor
 
     OverheadBudget.is_due = lambda self, sparse=0: True
     seen, add = [], NoiseAverage.add
@@ -129,8 +129,8 @@ PADDED = """
     from torch import nn
     from torch.distributed.fsdp import fully_shard
     import trimtab
-    from trimtab.decide.overhead_budget import OverheadBudget
-    from trimtab.runtime.window_monitor import WindowMonitor
+    from trimtab.adaptive_batch.noise_probes import OverheadBudget
+    from trimtab.training.noise_monitor import WindowMonitor
 
     OverheadBudget.is_due = lambda self, sparse=0: True
     said, noise_of = [], WindowMonitor.noise_of

@@ -15,7 +15,7 @@ RANK = """
     from torch import nn
     from torch.nn.parallel import DistributedDataParallel
     import trimtab
-    from trimtab.decide.overhead_budget import OverheadBudget
+    from trimtab.adaptive_batch.noise_probes import OverheadBudget
 
     torch.set_num_threads(1)
     rank, size, folder, slow = int(sys.argv[1]), 2, sys.argv[2], float(sys.argv[3])

@@ -14,8 +14,8 @@ RANK = """
     from trimtab.core.energy_reading import Energy, Provenance, absent_energy
     from trimtab.distributed.rank_energy import meter_of_rank
     from trimtab.distributed.process_group import total
-    from trimtab.measure.energy_meter import WINDOW_S, EnergyClock
-    from trimtab.measure.meter_selection import Metering
+    from trimtab.energy.energy_meter import WINDOW_S, EnergyClock
+    from trimtab.energy.meter_selection import Metering
 
     rank, folder = int(sys.argv[1]), sys.argv[2]
     dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)

@@ -14,7 +14,7 @@ from ranks import run_ranks
 from trimtab.experiments.baselines.reference import ReferenceLoop
 from trimtab.experiments.paired_runs.inspect_arm import measure_arm
 from trimtab.experiments.paired_runs.paired_run import PairedArm, race
-from trimtab.measure.peak_memory import storage_bytes
+from trimtab.state.peak_memory import storage_bytes
 
 TASKS = Path(__file__).parents[1] / "unit" / "experiments"
 sys.path.insert(0, str(TASKS))
@@ -33,7 +33,7 @@ RANK = """
     import torch.distributed as dist
     from smooth_task import ODD_ROWS, counting
     from tiny_task import task
-    from trimtab.calibrate import trials
+    from trimtab.profiling import trials
     from trimtab.core.serialization import to_json
     from trimtab.core.errors import TrimtabError, ValueGivenError
     from trimtab.core.plan import Plan

@@ -15,8 +15,8 @@ COMMON = """
     from torch import nn
     from torch.nn.parallel import DistributedDataParallel
     import trimtab
-    from trimtab.decide.overhead_budget import OverheadBudget
-    from trimtab.decide.gradient_noise_scale import NoiseAverage
+    from trimtab.adaptive_batch.noise_probes import OverheadBudget
+    from trimtab.adaptive_batch.gradient_noise_scale import NoiseAverage
 
     OverheadBudget.is_due = lambda self, sparse=0: True
     seen, add = [], NoiseAverage.add
@@ -139,9 +139,9 @@ PARTIAL = (
     SHARDED
     + """
     from torch.distributed.fsdp import MixedPrecisionPolicy
-    from trimtab.decide.gradient_noise_scale import from_partial_sums
-    from trimtab.measure.sharded_norms import shows_reductions
-    from trimtab.runtime import noise_monitor
+    from trimtab.adaptive_batch.gradient_noise_scale import from_partial_sums
+    from trimtab.measure.gradient_norms import shows_reductions
+    from trimtab.training import noise_monitor
 
     assert shows_reductions(model)
     half = fully_shard(build(), mesh=mesh, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float16))

@@ -9,7 +9,7 @@ from ranks import run_ranks
 
 from trimtab.core.serialization import read_json
 from trimtab.core.step_phases import TimedGain
-from trimtab.decide.phase_attribution import bound_seconds
+from trimtab.experiments.phase_attribution import bound_seconds
 from trimtab.experiments.phase_result import PhaseResult
 
 TASKS = Path(__file__).parents[1] / "unit" / "experiments"

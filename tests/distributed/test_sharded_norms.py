@@ -15,9 +15,9 @@ RANK = """
     from torch import nn
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
-    from trimtab.decide.gradient_noise_scale import from_partial_sums
-    from trimtab.decide.sharded_noise_scale import JointMicroBatches
-    from trimtab.measure.sharded_norms import PartialNorms, ShardedNorms, is_sharded
+    from trimtab.adaptive_batch.gradient_noise_scale import from_partial_sums
+    from trimtab.adaptive_batch.gradient_noise_scale import JointMicroBatches
+    from trimtab.measure.gradient_norms import PartialNorms, ShardedNorms, is_sharded
 
     torch.set_num_threads(1)
     rank, folder = int(sys.argv[1]), sys.argv[2]
@@ -106,7 +106,7 @@ UNREDUCED = """
     from torch import nn
     from torch.distributed.fsdp import fully_shard
     import trimtab
-    from trimtab.decide.overhead_budget import OverheadBudget
+    from trimtab.adaptive_batch.noise_probes import OverheadBudget
 
     OverheadBudget.is_due = lambda self, sparse=0: True
     torch.set_num_threads(1)

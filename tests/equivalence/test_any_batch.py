@@ -19,15 +19,15 @@ from torch.nn.utils.rnn import pack_sequence
 from transformers import BatchEncoding
 
 import trimtab
-from trimtab.calibrate.gradient_equivalence import check_splitting
-from trimtab.calibrate.training_loop import TrainingLoop
 from trimtab.core.errors import BatchError, ModelError, ValueGivenError
 from trimtab.core.plan import Plan
 from trimtab.core.profile import Candidate
 from trimtab.core.record import Header, RecordWriter, read_record
 from trimtab.losses import Summed
 from trimtab.measure.memory_trace import trace_step
-from trimtab.runtime.batch_splitting import BatchSplitting
+from trimtab.profiling.gradient_equivalence import check_splitting
+from trimtab.profiling.training_loop import TrainingLoop
+from trimtab.training.batch_splitting import BatchSplitting
 
 STEPS = 3
 

@@ -15,9 +15,9 @@ from rank_cases import CASES
 from training_cases import blocked_case, class_batches, class_case, dropout_mlp, headed_case, image_case
 
 from trimtab.core.batch_rule import BatchRule
+from trimtab.core.parallelism import KEPT, STAGES
 from trimtab.core.plan import Effect, Plan
-from trimtab.core.sharding_settings import KEPT, STAGES
-from trimtab.measure import allocator
+from trimtab.state import process_state
 
 ROWS = 4
 STEPS = 3
@@ -26,7 +26,7 @@ CHANGES = {
     "micro_batch": (2, 3, 1),
     "precision": ("bf16", "fp16"),  # tf32 needs CUDA
     "memory_layout": ("channels_last",),
-    "allocator": ("retain",) if allocator.can_retain() else (),
+    "allocator": ("retain",) if process_state.can_retain() else (),
     "fused_optimizer": (True,),
     "loss_chunk": (7, 1),
     "recompute": ("every_block",),
@@ -95,7 +95,7 @@ def test_exact_choices_change_the_order_of_summation_at_most(name, value, optimi
     assert_same_training(*train(name, value, torch.float64, optimizer), TOLERANCE[torch.float64])
 
 
-@pytest.mark.skipif(not allocator.can_retain(), reason="needs glibc")
+@pytest.mark.skipif(not process_state.can_retain(), reason="needs glibc")
 def test_the_allocator_changes_no_bit():
     assert_same_training(*train("allocator", "retain", torch.float32, "adamw"), 0)
 

@@ -19,12 +19,14 @@ from training_cases import ROWS, class_batches, class_case, dropout_mlp, image_c
 
 import trimtab
 from trimtab.core.plan import Plan
-from trimtab.runtime import gradient_clipping, loader_iteration, memory_format, optimizers, precision, window
-from trimtab.runtime import run as run_module
-from trimtab.runtime.accumulation import WindowWeights
-from trimtab.runtime.batch_splitting import BatchSplitting
-from trimtab.runtime.call_order import CallOrder
-from trimtab.runtime.training_progress import TrainingProgress
+from trimtab.settings import clip_norm as clip_norm_module
+from trimtab.settings import memory_layout, optimizers, precision
+from trimtab.training import loader_iteration, window
+from trimtab.training import run as run_module
+from trimtab.training.accumulation import WindowWeights
+from trimtab.training.batch_splitting import BatchSplitting
+from trimtab.training.call_order import CallOrder
+from trimtab.training.training_progress import TrainingProgress
 
 # The checks, as the suite makes them.
 
@@ -179,12 +181,12 @@ def no_correction(patch):
 
 def no_floor_of_one(patch):
     """Divide by a count of zero."""
-    patch.setattr("trimtab.runtime.accumulation.or_one", lambda count: count)
+    patch.setattr("trimtab.training.accumulation.or_one", lambda count: count)
 
 
 def floor_of_one(patch):
     """Divide by one where weights sum to less."""
-    patch.setattr("trimtab.runtime.accumulation.or_one", lambda count: count.clamp(min=1))
+    patch.setattr("trimtab.training.accumulation.or_one", lambda count: count.clamp(min=1))
 
 
 def correction_in_float32(patch):
@@ -195,11 +197,11 @@ def correction_in_float32(patch):
 def clip_before_correction(patch):
     def finish(optimizer, factor, clip_norm, **options):
         norm = gradients_finish(optimizer, 1.0, clip_norm, **options)
-        gradient_clipping.multiply(optimizer, factor)
+        clip_norm_module.multiply(optimizer, factor)
         return norm
 
-    gradients_finish = gradient_clipping.scale_and_clip
-    patch.setattr(gradient_clipping, "scale_and_clip", finish)
+    gradients_finish = clip_norm_module.scale_and_clip
+    patch.setattr(clip_norm_module, "scale_and_clip", finish)
 
 
 def correction_twice(patch):
@@ -276,7 +278,7 @@ def window_not_voided(patch):
 
 
 def state_not_aligned(patch):
-    for module in (memory_format, optimizers):
+    for module in (memory_layout, optimizers):
         patch.setattr(module, "align_state", lambda optimizer: None)
 
 

@@ -16,13 +16,13 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from training_cases import ROWS, class_mean, mlp, sgd
 
 import trimtab
-from trimtab.calibrate import trials
 from trimtab.core.batch_rule import BatchRule
 from trimtab.core.errors import LoopError, OptimizerError
 from trimtab.core.plan import Plan
 from trimtab.losses import Summed
 from trimtab.measure import machine
-from trimtab.measure.state_digest import fingerprint
+from trimtab.profiling import trials
+from trimtab.state.state_digest import fingerprint
 
 NUM_ROWS = 4 * ROWS + 5  # the last batch is short
 

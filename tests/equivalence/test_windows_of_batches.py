@@ -13,7 +13,7 @@ from training_cases import OPTIMIZERS, ROWS, mlp
 from trimtab.core.batch_rule import BatchRule
 from trimtab.core.plan import Plan
 from trimtab.losses import Summed
-from trimtab.runtime import run as run_module
+from trimtab.training import run as run_module
 
 NUM_BATCHES = 7  # of them three windows of two, and one of what is left
 
@@ -85,7 +85,7 @@ def test_batches_of_other_sizes_weigh_by_their_rows():
 
 def test_weighting_batches_alike_would_be_seen(monkeypatch):
     """The mutation: every micro-batch of a window by the same weight, whatever its rows."""
-    from trimtab.runtime.accumulation import WindowWeights
+    from trimtab.training.accumulation import WindowWeights
 
     def alike(self, loss, rows):
         weighted = loss / self._num_micro_batches

@@ -22,7 +22,8 @@ import torch
 from raising import raises
 from saving import KILLED, ended, forge, forked, gone_on_from, kill_while_saving, loaded, save
 
-from trimtab.checkpoint import atomic_directory, checksums
+from trimtab.checkpoint import atomic_directory
+from trimtab.checkpoint import manifest as manifest_module
 from trimtab.checkpoint.atomic_directory import (
     committed_folders,
     delete_old_folders,
@@ -34,10 +35,9 @@ from trimtab.checkpoint.atomic_directory import (
     write,
     write_manifest,
 )
-from trimtab.checkpoint.manifest import NAME, SCHEMA, Manifest
+from trimtab.checkpoint.manifest import NAME, SCHEMA, TENSORS, TREE, Manifest
 from trimtab.checkpoint.run_lock import NAME as LOCK
 from trimtab.checkpoint.run_lock import locked
-from trimtab.checkpoint.state_file_names import TENSORS, TREE
 from trimtab.checkpoint.state_files import read_state
 from trimtab.core.errors import DamagedError, FormatError, SaveError, ValueGivenError
 
@@ -151,7 +151,7 @@ def test_a_copy_that_cannot_be_read_for_now_counts_and_another_programs_folder_d
 
 
 def test_damage_anywhere_in_a_file_of_several_chunks(tmp_path, monkeypatch):
-    monkeypatch.setattr(checksums, "CHUNK_BYTES", 3_000_000)  # more than one reading, and no multiple of it
+    monkeypatch.setattr(manifest_module, "CHUNK_BYTES", 3_000_000)  # more than one reading, and no multiple of it
     content = random.Random(0).randbytes(7_000_000)
     folder = write(tmp_path, "step-1", lambda it: (it / "large").write_bytes(content) and None, {"step": 1})
     assert len(verify(folder).files["large"].crc32) == 3

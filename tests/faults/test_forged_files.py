@@ -17,9 +17,8 @@ import trimtab
 from benchmarks.paper.record_findings import of_record
 from benchmarks.paper.runs import read_runs
 from trimtab.checkpoint.batch_size_log import BatchSizeLog, _summed
-from trimtab.checkpoint.manifest import NAME, FileEntry, Manifest, _encoded, manifest_of
+from trimtab.checkpoint.manifest import NAME, TREE, FileEntry, Manifest, _encoded, manifest_of
 from trimtab.checkpoint.run_lock import LockHolder
-from trimtab.checkpoint.state_file_names import TREE
 from trimtab.checkpoint.state_files import read_state, write_state
 from trimtab.core.errors import FormatError, TrimtabError, UsageError
 from trimtab.core.plan import Plan
@@ -30,7 +29,7 @@ from trimtab.experiments.report.run_page import run_page
 from trimtab.experiments.results import read_result
 from trimtab.experiments.settings_file import NAME as SETTINGS
 from trimtab.experiments.settings_file import read_settings
-from trimtab.runtime.checkpoint_hooks import WindowDecision
+from trimtab.training.checkpoint_hooks import WindowDecision
 
 
 def in_folder(name, read):

@@ -18,8 +18,8 @@ from trimtab.core.errors import NonFiniteError
 from trimtab.core.plan import Plan
 from trimtab.core.record import read_record
 from trimtab.measure.finite_check import first_nonfinite, nonfinite_parameter
-from trimtab.runtime import nonfinite
-from trimtab.runtime.nonfinite import NonFinitePolicy
+from trimtab.training import nonfinite
+from trimtab.training.nonfinite import NonFinitePolicy
 
 ROWS, BAD, STEPS = 4, 3, 7
 PLAN = Plan.fixed(ROWS)

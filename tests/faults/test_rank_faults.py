@@ -17,7 +17,7 @@ RANK = """
     from torch import nn
     import trimtab
     from trimtab.core.errors import TrimtabError
-    from trimtab.decide.overhead_budget import OverheadBudget
+    from trimtab.adaptive_batch.noise_probes import OverheadBudget
     from trimtab.distributed import error_propagation
 
     torch.set_num_threads(1)

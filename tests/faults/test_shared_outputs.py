@@ -16,7 +16,7 @@ from torch import nn
 import trimtab
 from trimtab.checkpoint.run_lock import NAME, locked
 from trimtab.core.errors import InUseError, RecordExistsError
-from trimtab.core.file_locks import require_unlocked
+from trimtab.core.files import require_unlocked
 from trimtab.core.record import Header, RecordWriter, StepRecord, read_record
 
 OWN = Header("it", 0)

@@ -11,10 +11,11 @@ import pytest
 
 from benchmarks.paper.runs import read_runs
 from benchmarks.paper.sources import sha256_file
+from trimtab.carbon.intensity import of_csv
+from trimtab.carbon.services import CsvIntensity
 from trimtab.checkpoint.batch_size_log import BatchSizeLog
 from trimtab.checkpoint.manifest import NAME, manifest_of
-from trimtab.core import bounded_read
-from trimtab.core.carbon import of_csv
+from trimtab.core import files
 from trimtab.core.errors import FormatError, TrimtabError
 from trimtab.core.plan import Plan
 from trimtab.core.profile import Profile
@@ -23,7 +24,6 @@ from trimtab.core.serialization import read_json
 from trimtab.experiments.results import read_result
 from trimtab.experiments.settings_file import NAME as SETTINGS
 from trimtab.experiments.settings_file import read_settings
-from trimtab.integrations.carbon_intensity import CsvIntensity
 from trimtab.tasks import load_task
 
 READERS = {
@@ -116,7 +116,7 @@ def test_a_file_whose_size_is_not_known_is_read_up_to_the_limit(tmp_path):
     if not grows.is_file() or not grows.read_bytes():
         pytest.skip("needs Linux")
     with pytest.raises(FormatError) as raised:
-        bounded_read.read_bytes(grows, "it", limit=10)
+        files.read_bytes(grows, "it", limit=10)
     assert raised.value.code == "file.too_large"
 
 
@@ -130,7 +130,7 @@ def test_what_cannot_be_opened(path, tmp_path):
 def test_text_that_is_none(tmp_path):
     (tmp_path / "it").write_bytes(b"\xff\xfe")
     with pytest.raises(FormatError) as raised:
-        bounded_read.read_text(tmp_path / "it", "it")
+        files.read_text(tmp_path / "it", "it")
     assert raised.value.code == "file.not_text"
 
 

@@ -77,7 +77,7 @@ NO_LOSS = {
     "run.consumed.applied": "counts steps for the user",
     "run.consumed.windows": "names windows and checkpoints: a run that counts anew is refused by a save that is there",
     "run.consumed.per_sample": "stands in for a count on an accelerator, which is read a window late",
-    "run.stop": "decides where a run ends, which tests/unit/runtime/test_early_stopping.py holds, and no window before",
+    "run.stop": "decides where a run ends, which tests/unit/training/test_early_stopping.py holds; no window before",
     "run.batch.decided.times": "are seconds, others each time: what they decide is in decisions.jsonl",
     "run.batch.decided.account": "weighs seconds too; which windows are measured these runs decide otherwise",
     "run.batch.probing": "decides when a larger window is tried, which none of these runs does",

@@ -14,9 +14,17 @@ import torch
 from torch import nn
 
 import trimtab
-from trimtab.core.printable import escape_control_characters, quoted, to_encodable, unquoted
 from trimtab.core.record import End, Event, Header, RecordWriter, StepRecord, read_record
-from trimtab.core.serialization import from_json, read_json, to_json, write_whole
+from trimtab.core.serialization import (
+    escape_control_characters,
+    from_json,
+    quoted,
+    read_json,
+    to_encodable,
+    to_json,
+    unquoted,
+    write_whole,
+)
 
 NAME = os.fsdecode(b"f\xff\xfe \xe9")  # no UTF-8
 ESCAPES = "a\x1b[31mred\x1b]0;title\x07 \x9b2J \u202eback\x00"

@@ -258,7 +258,7 @@ def test_a_window_whose_start_cannot_be_restored_is_not_repeated():
 
 def test_watching_ends_after_the_first_windows(monkeypatch):
     held = []
-    from trimtab.runtime import window_snapshot
+    from trimtab.state import window_snapshot
 
     class Watched(window_snapshot.LoopState):
         def __init__(self, *args, **how):

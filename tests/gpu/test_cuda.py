@@ -11,14 +11,14 @@ from sync import without_waiting
 from torch import nn
 
 import trimtab
+from trimtab.adaptive_batch.noise_probes import OverheadBudget
 from trimtab.core.plan import Plan
-from trimtab.decide.overhead_budget import OverheadBudget
 from trimtab.experiments.baselines.loop import hold_strict_fp32
 from trimtab.losses import Summed
-from trimtab.measure.loop_state import LoopState
-from trimtab.measure.peak_memory import peak_bytes, unused_bytes
 from trimtab.measure.phase_timer import StepClock
-from trimtab.measure.state_digest import fingerprint
+from trimtab.state.loop_state import LoopState
+from trimtab.state.peak_memory import peak_bytes, unused_bytes
+from trimtab.state.state_digest import fingerprint
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from trimtab.core.energy_reading import Provenance
-from trimtab.measure.energy_meter import WINDOW_S, EnergyClock
-from trimtab.measure.meter_selection import SelectedMeter, find_meter, with_idle
+from trimtab.energy.energy_meter import WINDOW_S, EnergyClock
+from trimtab.energy.meter_selection import SelectedMeter, find_meter, with_idle
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

@@ -15,13 +15,13 @@ from torch import nn
 
 import trimtab
 from benchmarks.paper.tasks import load_task
-from trimtab.calibrate.cuda_graph_proof import replay_refusal
-from trimtab.calibrate.training_loop import TrainingLoop
-from trimtab.core.compile_mode import COMPILED_GRAPHS, CUDA_GRAPHS, is_by_compiler
+from trimtab.core.choice import COMPILED_GRAPHS, CUDA_GRAPHS, is_by_compiler
 from trimtab.core.errors import LoopError
 from trimtab.core.plan import Plan
 from trimtab.core.profile import Candidate
-from trimtab.runtime.compiled_call import CompiledCall
+from trimtab.profiling.cuda_graph_proof import replay_refusal
+from trimtab.profiling.training_loop import TrainingLoop
+from trimtab.settings.compiled import CompiledCall
 
 pytestmark = [
     pytest.mark.gpu,

@@ -52,7 +52,6 @@ from trimtab.core.plan import Plan
 from trimtab.core.record import End, Evaluation, Header, RunRecord, StepRecord, write_record
 from trimtab.core.serialization import to_json, to_jsonable
 from trimtab.core.step_phases import ArmPhases, TimedGain, TimedRound
-from trimtab.decide.statistics import Interval
 from trimtab.experiments.ablation.ablation_result import AblatedArm, ChangeEffect, ChangeTime
 from trimtab.experiments.comparison.comparison_result import (
     Ratio,
@@ -67,6 +66,7 @@ from trimtab.experiments.comparison.time_to_target import target_row
 from trimtab.experiments.comparison.verdicts import non_inferiority
 from trimtab.experiments.phase_result import PhaseResult
 from trimtab.experiments.results import KINDS
+from trimtab.planner.statistics import Interval
 
 
 def judged(found, source, measure, arm="paper"):

@@ -30,15 +30,15 @@ from trimtab.core.errors import FormatError, ValueGivenError
 from trimtab.core.plan import MeasuredCost, Plan
 from trimtab.core.recompute_schedule import schedule_of
 from trimtab.core.serialization import read_json, to_json
-from trimtab.decide.ablation_design import changes_of
-from trimtab.decide.multi_rank_plan import for_replicas
+from trimtab.experiments.ablation.ablation_design import changes_of
 from trimtab.experiments.task_plans import require_fits
 from trimtab.experiments.task_ranks import task_of_rank
 from trimtab.losses import Summed
 from trimtab.measure.blocks import find_blocks
-from trimtab.runtime.split_conditions import has_batch_statistics
+from trimtab.planner.multi_rank_plan import for_replicas
 from trimtab.tasks.models.gpt import GPT, GPTShape
 from trimtab.tasks.models.resnet import Bottleneck, ResNet
+from trimtab.training.batch_splitting import has_batch_statistics
 
 ROOT = Path(__file__).parents[2]
 HERE = {"cpu": "AMD EPYC Processor avx2", "cpu_cores": "2", "os": "Linux", "sources": "abc"}

@@ -11,8 +11,8 @@ from recipe_tasks import CPU, ROWS, batches, gpt, make_task, mlp, sgd, token_los
 from torch.nn import functional as F
 
 from benchmarks.paper.hand_tuned import MUON_RATE, muon_gpt
+from trimtab.core.batch_rule import warmup_cosine, warmup_linear
 from trimtab.core.errors import ValueGivenError
-from trimtab.core.lr_factors import warmup_cosine, warmup_linear
 from trimtab.core.plan import Plan
 from trimtab.experiments.baselines.muon import MuonLoop
 from trimtab.experiments.baselines.strong import StrongLoop, factor_at

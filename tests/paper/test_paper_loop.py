@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from benchmarks.paper.recipes import paper
 from benchmarks.paper.recipes.paper import ALLOWED_K, PaperLoop, Segment, checkpoint_every_sqrt, half_precision
 from benchmarks.paper.tasks import load_task
-from trimtab.core.lr_factors import warmup_cosine
+from trimtab.core.batch_rule import warmup_cosine
 
 BUDGET = 3200
 

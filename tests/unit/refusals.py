@@ -12,11 +12,11 @@ import torch
 from torch import nn
 
 import trimtab
-from trimtab.calibrate import trials
 from trimtab.core.errors import TrimtabError
 from trimtab.core.plan import Plan
 from trimtab.measure import machine
-from trimtab.measure.state_digest import fingerprint
+from trimtab.profiling import trials
+from trimtab.state.state_digest import fingerprint
 
 ROWS = 6
 NAN, INF = math.nan, math.inf

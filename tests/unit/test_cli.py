@@ -25,17 +25,18 @@ from trimtab.cli.options import settings_to_adapt
 from trimtab.core.errors import ValueGivenError
 from trimtab.core.plan import Plan
 from trimtab.core.profile import PROFILE_SCHEMA, Profile
-from trimtab.core.rank_peak_memory import WAYS, RankPeakMemory, Way
 from trimtab.core.record import read_record
 from trimtab.core.serialization import from_json, read_json, to_json
-from trimtab.decide.deepspeed_config import config_of
+from trimtab.distributed.deepspeed_backend import config_of
 from trimtab.distributed.zero_stage_inputs import traces_of_ranks
+from trimtab.energy import meter_selection
+from trimtab.energy.energy_meter import NoMeter
 from trimtab.experiments import gain_timing, plan_ranks, progress_bar, rank_plan_output
 from trimtab.experiments.comparison.comparison_result import Comparison
 from trimtab.experiments.paired_runs import paired_run
 from trimtab.experiments.phase_result import PhaseResult
-from trimtab.measure import machine, meter_selection
-from trimtab.measure.energy_meter import NoMeter
+from trimtab.measure import machine
+from trimtab.planner.rank_profile import WAYS, RankPeakMemory, Way
 from trimtab.tasks import load_task
 
 SOURCE = Path(__file__).parents[2] / "src"

@@ -13,8 +13,8 @@ from torch.nn import functional as F
 import trimtab
 from trimtab.core.errors import BatchError, ValueGivenError
 from trimtab.losses import Summed
-from trimtab.measure.peak_memory import peak_growth
 from trimtab.nn import IGNORED, LossHead
+from trimtab.state.peak_memory import peak_growth
 
 
 class Model(nn.Module):

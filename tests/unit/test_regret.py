@@ -11,9 +11,9 @@ import pytest
 
 import trimtab
 from benchmarks.paper.datasets import Images
-from trimtab.decide.batch_size_policy import NoiseEstimate, StepTimes
-from trimtab.decide.overhead_budget import OverheadBudget
-from trimtab.decide.step_time_model import WindowTimes
+from trimtab.adaptive_batch.batch_size_policy import NoiseEstimate, StepTimes
+from trimtab.adaptive_batch.noise_probes import OverheadBudget
+from trimtab.adaptive_batch.step_time_model import WindowTimes
 from trimtab.tasks.task import DataSource
 
 ROOT = Path(__file__).parents[2]

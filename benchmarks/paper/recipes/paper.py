@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from trimtab.core.lr_factors import warmup_cosine
+from trimtab.core.batch_rule import warmup_cosine
 from trimtab.experiments.baselines.loop import autocast, move
 from trimtab.losses import mean_of
 from trimtab.tasks.task import Task

@@ -19,26 +19,30 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from trimtab.checkpoint.checksums import MOST_THREADS, THREADS, FileBuffer, crc32_of_chunks
 from trimtab.checkpoint.manifest import (
     CHANGED,
     MISSING,
+    MOST_THREADS,
     NAME,
+    TENSORS,
+    THREADS,
+    TREE,
+    FileBuffer,
     FileEntry,
     Manifest,
     ReadFailure,
     TemporaryReadError,
+    crc32_of_chunks,
     damaged_error,
     is_plain,
     manifest_of,
     open_file,
+    prefix_of,
     read_error,
 )
-from trimtab.checkpoint.state_file_names import TENSORS, TREE, prefix_of
 from trimtab.core import validation
-from trimtab.core.append_only_file import TEMPORARY, not_written, set_apart, sync, write_over
 from trimtab.core.errors import DamagedError, FormatError, SaveError, ValueGivenError
-from trimtab.core.file_locks import try_lock
+from trimtab.core.files import TEMPORARY, not_written, set_apart, sync, try_lock, write_over
 
 LATEST = "latest"
 DAMAGED = ".damaged-"

@@ -11,7 +11,7 @@ from trimtab.core import validation
 from trimtab.core.errors import ValueGivenError
 from trimtab.core.plan import Plan
 from trimtab.measure.machine import device_name, environment
-from trimtab.measure.process_state import fp32_places
+from trimtab.state.process_state import fp32_places
 
 # Changes that prevent resuming unless accepted by name: the changed fact, and the hint of the error.
 _CHANGES = {

@@ -10,8 +10,7 @@ from typing import Any
 
 from trimtab.checkpoint.atomic_directory import committed_folders
 from trimtab.checkpoint.compatibility import accepted_changes
-from trimtab.checkpoint.manifest import manifest_of
-from trimtab.checkpoint.run_metadata import RunMetadata, said_of
+from trimtab.checkpoint.manifest import RunMetadata, manifest_of, said_of
 from trimtab.checkpoint.train_state import AdditionalState
 from trimtab.core import validation
 from trimtab.core.errors import DamagedError, FormatError, ValueGivenError

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
+import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,8 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trimtab.checkpoint import atomic_directory, batch_size_log, shard_files
-from trimtab.checkpoint.async_save import AsyncSaver
+from trimtab.checkpoint import atomic_directory, batch_size_log, sharded_checkpoint
 from trimtab.checkpoint.atomic_directory import (
     DamagedDirectory,
     NewestDirectory,
@@ -27,25 +29,117 @@ from trimtab.checkpoint.atomic_directory import (
 from trimtab.checkpoint.batch_size_log import BatchSizeLog
 from trimtab.checkpoint.compatibility import changes, device_of, in_words, require_accepted, split_changes, world_of
 from trimtab.checkpoint.config import Checkpoints
+from trimtab.checkpoint.manifest import RunMetadata, SavedCheckpoint, said_of
 from trimtab.checkpoint.rank_checkpoints import RankCommunication, found_of, is_in_shards, require_kept
 from trimtab.checkpoint.run_lock import RunLock, lock_run_folder
-from trimtab.checkpoint.run_metadata import RunMetadata, SavedCheckpoint, said_of
-from trimtab.checkpoint.save_interval import SaveInterval
 from trimtab.checkpoint.sharded_checkpoint import ShardedState, WithoutParameters
 from trimtab.checkpoint.signals import Signals
-from trimtab.checkpoint.tensor_files import require_library
-from trimtab.checkpoint.tensor_packing import require_packable, snapshot
+from trimtab.checkpoint.state_files import require_packable, snapshot
 from trimtab.checkpoint.train_state import AdditionalState, ModelState, OptimizerState
+from trimtab.checkpoint.verified_read import require_library
 from trimtab.core.errors import FormatError, RankError, SaveError, TrimtabError, ValueGivenError
 from trimtab.core.plan import Plan
-from trimtab.core.printable import unquoted
-from trimtab.core.serialization import from_jsonable, to_jsonable
+from trimtab.core.serialization import from_jsonable, to_jsonable, unquoted
 from trimtab.core.stateful import Load, loading_parts
 from trimtab.core.stopping_rule import StopReason
 from trimtab.measure.finite_check import nonfinite_parameter
-from trimtab.runtime.checkpoint_hooks import WindowDecision
-from trimtab.runtime.run import Run
-from trimtab.runtime.user_hooks import require_saved
+from trimtab.training.checkpoint_hooks import WindowDecision
+from trimtab.training.run import Run
+from trimtab.training.user_hooks import require_saved
+
+# Background saves: one at a time, and a failure is always raised or warned about.
+
+
+class AsyncSaver:
+    """Worker thread for saves, created at the first save. Callers pass copies of the state that no longer change."""
+
+    def __init__(self) -> None:
+        self._pool: ThreadPoolExecutor | None = None
+        self._under_way: Future[None] | None = None
+
+    def begin(self, write: Callable[[], None]) -> None:
+        """Wait for the previous save, then start the next. If the previous save failed, raise the error instead."""
+        self.wait()
+        self._pool = self._pool or ThreadPoolExecutor(1, thread_name_prefix="trimtab-checkpoint")
+        self._under_way = self._pool.submit(write)
+
+    def wait(self) -> None:
+        """Wait for the save in progress. An error of the save is raised once."""
+        under_way = self._under_way
+        if under_way is None:
+            return
+        try:
+            under_way.result()
+        finally:
+            if under_way.done():  # a signal may have ended the wait but not the save
+                self._under_way = None
+
+    def end(self) -> None:
+        """End the thread after the save in progress. A later `wait` still raises an error of the save."""
+        if self._pool is not None:
+            self._pool.shutdown()
+            self._pool = None
+
+    def __del__(self) -> None:
+        under_way = self._under_way
+        if under_way is not None and under_way.done() and (error := under_way.exception()) is not None:
+            message = f"A background save failed, and the run was never closed to raise the error: {error}"
+            warnings.warn(message, RuntimeWarning, stacklevel=1)
+
+
+# Save interval in windows or seconds, synchronised between ranks.
+
+_LOOKS = 8  # minimum clock checks per interval, in addition to the early ones
+
+
+class SaveInterval:
+    """Counts windows and seconds since the last save.
+
+    With several ranks, rank 0's clock decides. Asking rank 0 costs an exchange, so the ranks ask after 1, 2, 4, ...
+    windows, and at least every eighth of `every_s` by the current speed, because windows may become slower.
+    """
+
+    def __init__(self, settings: Checkpoints, ranks: RankCommunication) -> None:
+        self._settings, self._ranks = settings, ranks
+        self._at: int | None = None
+        self._windows, self._since_s = 0, time.monotonic()
+        self._asks_at, self._asked_at, self._asked_s = 1, 0, self._since_s
+
+    def begun(self, windows: int, *, is_saved: bool) -> None:
+        """Restart the interval at `windows`. `is_saved` is False at the start of a new run and after a failed save."""
+        self._at = windows if is_saved else None
+        self._windows, self._since_s = windows, time.monotonic()
+        self._asks_at, self._asked_at, self._asked_s = 1, 0, self._since_s
+
+    def is_saved(self, windows: int) -> bool:
+        """Return True if the last save was after `windows` windows."""
+        return self._at == windows
+
+    def is_due(self, windows: int) -> bool:
+        """Return True if the next save is due."""
+        since, settings = windows - self._windows, self._settings
+        if since <= 0:
+            return False
+        if settings.every_steps is not None and since >= settings.every_steps:
+            return True
+        if settings.every_s is None:
+            return False
+        if self._ranks.num == 1:
+            return time.monotonic() - self._since_s >= settings.every_s
+        if self._asks_at and since >= self._asks_at:
+            every_s = settings.every_s
+            self._asks_at = int(self._ranks.first(lambda: str(self._next(since, every_s)), f"pace/{windows}"))
+        return not self._asks_at
+
+    def _next(self, since: int, every_s: float) -> int:
+        """Return the number of windows since the last save at which to check the clock again; 0 if the save is due."""
+        now_s = time.monotonic()
+        left_s = self._since_s + every_s - now_s
+        if left_s <= 0:
+            return 0
+        window_s = max(now_s - self._asked_s, 1e-6) / (since - self._asked_at)
+        self._asked_at, self._asked_s = since, now_s
+        return since + max(1, min(since, math.ceil(min(left_s, every_s / _LOOKS) / window_s)))
 
 
 class CheckpointManager:
@@ -370,7 +464,7 @@ class CheckpointManager:
         now = (windows, run.consumed_samples, self._world, plan, self._in_shards, self._accepted, self._noted)
         about = to_jsonable(RunMetadata(*now, finite=finite))
         taken = snapshot(state) if settings.background else state
-        shards = None if tensors is None else partial(shard_files.write, tensors=tensors)
+        shards = None if tensors is None else partial(sharded_checkpoint.write, tensors=tensors)
 
         def retained() -> None:
             if self._ranks.is_first:

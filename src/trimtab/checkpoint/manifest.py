@@ -9,20 +9,115 @@ small, and protected with SHA-256.
 
 from __future__ import annotations
 
+import bisect
 import errno
 import hashlib
+import itertools
 import json
 import os
 import re
 import stat
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from trimtab.core import validation
 from trimtab.core.errors import DamagedError, FormatError, ValueGivenError
 from trimtab.core.serialization import from_jsonable, to_jsonable
+
+# File names of a saved state. Each rank has its own prefix.
+
+TENSORS, TREE = "tensors.safetensors", "state.json"
+
+
+def prefix_of(rank: int) -> str:
+    """Return the prefix of a rank's file names; empty for rank 0."""
+    return f"rank-{rank}-" if rank else ""
+
+
+# Chunked checksums of a file, computed by a few threads at nearly disk speed.
+
+try:  # same checksums, several times faster
+    from zlib_ng.zlib_ng import crc32
+except ImportError:
+    from zlib import crc32
+
+CHUNK_BYTES = 2**26  # part of the format: manifests list a checksum per chunk of this size
+THREADS = 2  # for writing: enough for the disk's speed, while training needs the remaining cores
+MOST_THREADS = 8  # for reading, when nothing else runs
+_READ_BYTES = 2**20  # small enough to stay in the CPU cache between read and checksum
+_MOST_PIECES = 1024  # maximum number of buffers for one preadv call (IOV_MAX)
+
+
+class FileBuffer:
+    """Memory for a file's contents, as consecutive pieces.
+
+    Attributes:
+        bytes: Total size.
+    """
+
+    def __init__(self, pieces: Iterable[memoryview]) -> None:
+        self._pieces = [piece for piece in pieces if len(piece)]
+        self._ends = [*itertools.accumulate(map(len, self._pieces))]
+        self.bytes = self._ends[-1] if self._ends else 0
+
+    def part(self, start: int, end: int) -> list[memoryview]:
+        """Return the pieces for bytes `start` to `end`, limited to the number of buffers of a system call."""
+        index, found = bisect.bisect_right(self._ends, start), list[memoryview]()
+        while start < end and len(found) < _MOST_PIECES:
+            begin = self._ends[index] - len(self._pieces[index])
+            found.append(self._pieces[index][start - begin : end - begin])
+            start = self._ends[index]
+            index += 1
+        return found
+
+
+def crc32_of_chunks(
+    descriptor: int, size: int, pool: ThreadPoolExecutor, room: FileBuffer | None = None
+) -> tuple[str, ...]:
+    """Return the CRC-32 of each chunk of an open file, in hexadecimal.
+
+    Args:
+        descriptor: Open file.
+        size: Size of the file in bytes.
+        pool: Threads for the chunks.
+        room: Memory that receives the file's contents; None to discard the contents.
+
+    Raises:
+        OSError: Reading failed, or the file is shorter than `size`.
+        ValueError: `room` has another size.
+    """
+    if room is not None and room.bytes != size:
+        raise ValueError(f"the memory has {room.bytes} bytes, but the file has {size} bytes")
+
+    def of(start: int) -> str:
+        return _crc32(descriptor, start, min(start + CHUNK_BYTES, size), room)
+
+    starts = range(0, size, CHUNK_BYTES)
+    return tuple(map(of, starts) if len(starts) < 2 else pool.map(of, starts))
+
+
+def _crc32(descriptor: int, at: int, end: int, room: FileBuffer | None) -> str:
+    found, taking = 0, _again(min(_READ_BYTES, end - at)) if room is None else room.part
+    while at < end:
+        pieces = taking(at, min(at + _READ_BYTES, end))
+        count = os.preadv(descriptor, pieces, at)
+        if count == 0:
+            raise OSError(f"the file ends after {at} bytes")
+        at += count
+        for piece in pieces:
+            found = crc32(piece[:count], found)
+            count -= min(count, len(piece))
+    return f"{found:08x}"
+
+
+def _again(size: int) -> Callable[[int, int], list[memoryview]]:
+    """Return a function that reuses a buffer for every part, for callers without need for the contents."""
+    buffer = memoryview(bytearray(size))
+    return lambda start, end: [buffer[: end - start]]
+
 
 SCHEMA = 2
 NAME = "manifest.json"
@@ -230,3 +325,57 @@ def _encoded(data: Mapping[str, Any]) -> bytes:
 
 def _text(data: Mapping[str, Any]) -> bytes:
     return json.dumps(data, sort_keys=True, indent=1, allow_nan=False).encode()
+
+
+# Metadata of a checkpointed run, read from the manifest.
+
+
+@dataclass(frozen=True)
+class RunMetadata:
+    """Metadata of a run at a checkpoint.
+
+    Args:
+        step: Number of completed windows.
+        rows: Number of consumed samples.
+        world: Environment facts by name, see `world.world_of`.
+        plan: Plan as JSON.
+        in_shards: True if no rank held the complete state.
+        accepted: Accepted environment changes since the run began, as text.
+        noted: Environment changes that needed no acceptance, as text.
+        finite: True if all parameters were finite.
+    """
+
+    step: int
+    rows: int
+    world: Mapping[str, str]
+    plan: Mapping[str, Any]
+    in_shards: bool
+    accepted: Mapping[str, str]
+    noted: Mapping[str, str] = field(default_factory=dict)
+    finite: bool = True
+
+    def __post_init__(self) -> None:
+        validation.integer("rows", self.rows, low=0)
+        if "ranks" not in self.world:
+            raise ValueGivenError("world", got="no entry 'ranks'", expected="the number of ranks")
+
+
+@dataclass(frozen=True)
+class SavedCheckpoint:
+    """Checkpoint to resume from: quoted folder path and metadata."""
+
+    folder: str
+    said: RunMetadata
+
+
+def said_of(folder: Path, manifest: Manifest) -> RunMetadata:
+    """Return a folder's metadata.
+
+    Raises:
+        DamagedError: The metadata is not that of a run.
+    """
+    try:
+        return from_jsonable(RunMetadata, dict(manifest.about))
+    except (FormatError, ValueGivenError) as error:
+        problem = f"The metadata in {folder / NAME} do not describe a run ({str(error).rstrip('.')})."
+        raise damaged_error(folder, NAME, problem, "checkpoint.metadata_invalid") from None

@@ -14,21 +14,18 @@ from typing import Any, TypeVar
 import torch
 
 from trimtab.checkpoint import atomic_directory
-from trimtab.checkpoint.run_metadata import SavedCheckpoint, said_of
+from trimtab.checkpoint.manifest import SavedCheckpoint, prefix_of, said_of
 from trimtab.checkpoint.sharded_checkpoint import merge_shards
-from trimtab.checkpoint.state_file_names import prefix_of
 from trimtab.checkpoint.state_files import digest_of, read_state, write_state
 from trimtab.checkpoint.verified_read import VerifiedReader
 from trimtab.core.errors import FormatError, LoopError, RankError, SaveError, TrimtabError, ValueGivenError
 from trimtab.core.plan import Plan
-from trimtab.core.printable import quoted, unquoted
-from trimtab.core.serialization import to_jsonable
-from trimtab.distributed.gather_with_heartbeat import words_at_work
+from trimtab.core.serialization import quoted, to_jsonable, unquoted
 from trimtab.distributed.launched_rank import ENDED
-from trimtab.distributed.process_group import from_first, limited_to, time_limit_s
-from trimtab.measure.random_state import derived_random_state
-from trimtab.measure.sharded_norms import is_flat_sharded, is_sharded
-from trimtab.runtime.metadata_exchange import MetadataExchange
+from trimtab.distributed.process_group import from_first, limited_to, time_limit_s, words_at_work
+from trimtab.measure.gradient_norms import is_flat_sharded, is_sharded
+from trimtab.state.random_state import derived_random_state
+from trimtab.training.metadata_exchange import MetadataExchange
 
 T = TypeVar("T")
 

@@ -12,9 +12,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
 
-from trimtab.core.append_only_file import sync
 from trimtab.core.errors import FormatError
-from trimtab.core.file_locks import holder_pid, in_use, is_at, lock_if_possible, try_lock
+from trimtab.core.files import holder_pid, in_use, is_at, lock_if_possible, sync, try_lock
 
 NAME = "run.lock"
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")

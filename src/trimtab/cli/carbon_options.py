@@ -48,10 +48,10 @@ def clean_hours(
     Raises:
         ValueGivenError: An option is invalid, or lacks a required option.
     """
-    from trimtab.core.datetimes import parse_duration, parse_moment
+    from trimtab.carbon.services import source_named
+    from trimtab.core.units import parse_duration, parse_moment
     from trimtab.experiments.carbon_aware_training import CarbonRequest
     from trimtab.experiments.train_command import LowCarbonOptions
-    from trimtab.integrations.carbon_services import source_named
 
     beside = {"--by": by, "--pauses": pauses, "--takes": takes, "--idle-watts": idle_watts, "--dry-run": is_dry or None}
     if source is None:

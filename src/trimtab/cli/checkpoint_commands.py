@@ -48,7 +48,7 @@ def verify(
 
 def _row(folder: Path) -> dict[str, Any]:
     from trimtab.checkpoint import atomic_directory
-    from trimtab.checkpoint.run_metadata import said_of
+    from trimtab.checkpoint.manifest import said_of
     from trimtab.core.errors import FormatError
     from trimtab.core.units import format_bytes
 

@@ -264,7 +264,7 @@ def report(
 
 
 def _show_result(found: Any, file: Path, folder: Path, *, as_json: bool) -> None:
-    from trimtab.core.record_summary import RunSummary
+    from trimtab.core.record import RunSummary
     from trimtab.experiments.comparison.gain_rows import phase_object
     from trimtab.experiments.phase_result import PhaseResult
     from trimtab.experiments.scaling.scaling_result import Scaling

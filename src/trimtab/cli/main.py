@@ -94,7 +94,7 @@ def _explained(launched: LaunchedRank) -> None:
     except Exception as error:  # mostly an error in the task's code
         if os.environ.get("TRIMTAB_TRACEBACK"):
             raise
-        from trimtab.calibrate.exception_text import describe
+        from trimtab.profiling.measurement_notes import describe
 
         print_error(f"trimtab: {describe(error).rstrip('.')}. {_TRACEBACK}")
         sys.exit(1)

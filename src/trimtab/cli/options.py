@@ -10,8 +10,8 @@ import typer
 from trimtab.core.errors import FormatError, ValueGivenError
 
 if TYPE_CHECKING:
+    from trimtab.carbon.intensity import Intensity
     from trimtab.checkpoint.config import Checkpoints
-    from trimtab.core.carbon import Intensity
 
 TaskName = Annotated[str, typer.Argument(help="built-in task, my_module:task or path/to/file.py:task")]
 Json = Annotated[bool, typer.Option("--json", help="print one JSON object instead of text")]
@@ -114,7 +114,7 @@ def intensity(carbon: str | None, kind: str | None) -> Intensity | None:
     """Return the current carbon intensity forecast from `--carbon`, or None without the option."""
     import time
 
-    from trimtab.integrations.carbon_intensity import named
+    from trimtab.carbon.services import named
 
     if carbon is None:
         if kind is not None:
@@ -204,7 +204,7 @@ def require_record(record: Path | None, kept: Checkpoints | None, task: str, see
         FormatError: The record exists for another run, or cannot be written.
         InUseError: Another run writes the record or uses the checkpoint folder.
     """
-    from trimtab.core.file_locks import require_unlocked
+    from trimtab.core.files import require_unlocked
     from trimtab.core.record import Header, require_own
 
     if record is not None:

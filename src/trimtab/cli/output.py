@@ -11,7 +11,7 @@ from typing import Any
 import typer
 
 from trimtab.cli.streams import can_encode
-from trimtab.core.printable import escape_control_characters
+from trimtab.core.serialization import escape_control_characters
 
 
 def print_text(text: str) -> None:

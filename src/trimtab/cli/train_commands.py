@@ -77,8 +77,8 @@ def train(
     from trimtab.experiments.task_ranks import ranks_of_job, task_of_rank
     from trimtab.experiments.train_command import plan_of_run, train_or_tell
     from trimtab.experiments.train_record import require_trackers
-    from trimtab.runtime.nonfinite import POLICIES
     from trimtab.tasks import load_task
+    from trimtab.training.nonfinite import POLICIES
 
     here, limits = job_position(), Budget(memory)
     one_of("--nonfinite", nonfinite, POLICIES)

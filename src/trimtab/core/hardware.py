@@ -2,10 +2,182 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from trimtab.core import validation
 from trimtab.core.errors import ValueGivenError
+
+# Interconnect between ranks: latency and bandwidth of a ring hop, measured or published.
+
+
+@dataclass(frozen=True)
+class Link:
+    """Interconnect of ranks, as a single hop of a ring, per rank and direction.
+
+    Args:
+        name: such as "nvlink:H100", "ib:NDR" or "gloo of 2 ranks".
+        latency_s: seconds per hop, independent of the message size.
+        bytes_per_s: bandwidth of a rank that sends and receives at the same time.
+        source: source of both figures; "assumed" if none is published.
+        calibrated: True if measured on this machine, False if from a data sheet.
+        scatters: True if a reduce-scatter sends each rank only its shard. Over gloo, torch runs an all-reduce of the
+            whole tensor and each rank keeps a shard (ProcessGroupGloo.cpp).
+
+    Raises:
+        ValueGivenError: a figure is out of range.
+    """
+
+    name: str
+    latency_s: float
+    bytes_per_s: float
+    source: str
+    calibrated: bool = False
+    scatters: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("name", "source"):
+            if not isinstance(value := getattr(self, name), str) or not value:
+                raise ValueGivenError(f"link.{name}", got=repr(value), expected="a non-empty string")
+        validation.number("link.latency_s", self.latency_s, low=0)
+        validation.number("link.bytes_per_s", self.bytes_per_s, low=0, open_low=True)
+        for name in ("calibrated", "scatters"):
+            if not isinstance(value := getattr(self, name), bool):
+                raise ValueGivenError(f"link.{name}", got=repr(value), expected="true or false")
+
+
+# Latency of a ring hop in NCCL's own cost model (2.30, src/graph/tuning.cc: hwLatencies, ring, Simple, the protocol
+# of large messages), and an assumed latency for the kernel's TCP, which has no published table.
+_NVLINK_S, _NETWORK_S, _TCP_S = 3.4e-6, 14e-6, 30e-6
+
+
+def _nvlink(device: str, giga: float, source: str) -> Link:
+    said = f"{source}: {2 * giga:g} GB/s in both directions; latency: NCCL's tuning table"
+    return Link(f"nvlink:{device}", _NVLINK_S, giga * 1e9, said)
+
+
+def _network(name: str, latency_s: float, giga_bits: float, source: str) -> Link:
+    return Link(name, latency_s, giga_bits * 1e9 / 8, source)
+
+
+_ROWS = (
+    _nvlink("A100", 300, "NVIDIA A100 data sheet, SXM"),
+    _nvlink("H100", 450, "NVIDIA H100 data sheet, SXM"),
+    _nvlink("H200", 450, "NVIDIA H200 data sheet, SXM"),
+    _nvlink("B200", 900, "NVIDIA DGX B200 data sheet, by GPU"),
+    _network(
+        "ib:NDR", _NETWORK_S, 400, "NVIDIA DGX H100 data sheet, a port for each GPU; latency: NCCL's tuning table"
+    ),
+    _network(
+        "ib:HDR", _NETWORK_S, 200, "NVIDIA DGX A100 data sheet, a port for each GPU; latency: NCCL's tuning table"
+    ),
+    _network("ethernet:100", _TCP_S, 100, "IEEE 802.3ba, a port for each rank; latency assumed, of TCP in one rack"),
+    _network("ethernet:25", _TCP_S, 25, "IEEE 802.3by, a port for each rank; latency assumed, of TCP in one rack"),
+)
+# Published links, by the value of `--link`.
+LINKS: Mapping[str, Link] = {link.name: link for link in _ROWS}
+# Default link of a family; "nvlink" means the link of the device.
+USUAL: Mapping[str, str] = {"ib": "ib:NDR", "ethernet": "ethernet:100"}
+_NODES = re.compile(r"\s*(\d{1,4})\s*x\s*([^+]+)\+(.+)", re.IGNORECASE)
+# Products of the same families without NVLink between all GPUs: connected by PCIe, or by bridges in pairs.
+_PRODUCTS_WITHOUT_NVLINK = frozenset({"PCIE", "NVL", "MIG"})
+
+
+def absent_link(name: str, device_name: str = "") -> Link:
+    """Return a known link by name: "nvlink" (that of the device), "ib", "ethernet", or a full name such as "ib:HDR".
+
+    The link need not exist on this machine.
+
+    Raises:
+        ValueGivenError: the link is not in `LINKS`, or the NVLink of the device is unknown.
+    """
+    wanted = name.strip().lower() if isinstance(name, str) else ""
+    wanted = _nvlink_of(device_name) if wanted == "nvlink" else USUAL.get(wanted, wanted)
+    for known, link in LINKS.items():
+        if known.lower() == wanted.lower():
+            return link
+    given = f"{name!r:.60}" + (f" for the device {device_name!r:.60}" if device_name else "")
+    raise ValueGivenError("link", got=given, expected="one of " + ", ".join(_names()))
+
+
+def ring_link(name: str, device_name: str, ranks: int) -> Link:
+    """Return a known link, or that of several nodes: "8 x nvlink + ib:NDR" means 8 ranks per node and a network.
+
+    If all ranks fit on one node, the link inside the node is returned.
+
+    Raises:
+        ValueGivenError: as of `absent_link`, or a node has no ranks.
+    """
+    found = _NODES.fullmatch(name) if isinstance(name, str) else None
+    if found is None:
+        return absent_link(name, device_name)
+    ranks_of_node = validation.integer("link.ranks_of_node", int(found[1]))
+    inside, between = (absent_link(part.strip(), device_name) for part in found.group(2, 3))
+    return inside if ranks <= ranks_of_node else over_nodes(inside, between, ranks_of_node)
+
+
+def over_nodes(inside: Link, between: Link, ranks_of_node: int) -> Link:
+    """Return the equivalent single hop of a ring over several nodes, with a network port per rank.
+
+    NCCL makes as many rings as there are ports (src/graph/tuning.cc: the bus bandwidth is the sum over channels).
+    Each ring enters and leaves a node once, and passes through the node's ranks over the inner link. The total
+    bandwidth is therefore the smaller of the node's ports together and the inner link, and one hop per node has the
+    network's latency.
+
+    Args:
+        inside: link between the ranks of a node.
+        between: network link of a rank's port.
+        ranks_of_node: ranks, and ports, per node.
+
+    Raises:
+        ValueGivenError: a node has no ranks.
+    """
+    validation.integer("ranks_of_node", ranks_of_node)
+    latency_s = ((ranks_of_node - 1) * inside.latency_s + between.latency_s) / ranks_of_node
+    bytes_per_s = min(inside.bytes_per_s, ranks_of_node * between.bytes_per_s)
+    name = f"{ranks_of_node} x {inside.name} + {between.name}"
+    measured = inside.calibrated and between.calibrated
+    return Link(name, latency_s, bytes_per_s, f"{inside.source}; {between.source}", calibrated=measured)
+
+
+def _nvlink_of(device_name: str) -> str:
+    """Return the name of a device's NVLink; "" if unknown."""
+    words = device_name.upper().replace("-", " ").replace("_", " ").split()
+    if _PRODUCTS_WITHOUT_NVLINK & set(words):
+        return ""
+    return next((name for name in LINKS if name.startswith("nvlink:") and name.split(":")[1] in words), "")
+
+
+def _names() -> list[str]:
+    devices = ", ".join(name.split(":")[1] for name in LINKS if name.startswith("nvlink:"))
+    return [f"nvlink (only with the devices {devices})", *USUAL, *LINKS]
+
+
+@dataclass(frozen=True)
+class LinkCalibration:
+    """Measured communication costs of a process group, identical on all ranks.
+
+    Args:
+        link: link fitted to its all-reduces.
+        miss: largest relative error of the fit, as a fraction of an all-reduce's seconds.
+        overlap_share: fraction of communication that concurrent computation hides, from 0 to 1.
+        cast_s_per_byte: seconds to convert a byte of fp32 to bf16 and back.
+        hook_s: extra seconds per DDP bucket for sending bf16, independent of its size: the CPU time of a Python
+            communication hook.
+    """
+
+    link: Link
+    miss: float = 0.0
+    overlap_share: float = 1.0
+    cast_s_per_byte: float = 0.0
+    hook_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        validation.number("calibration.miss", self.miss, low=0)
+        validation.number("calibration.overlap_share", self.overlap_share, low=0, high=1)
+        for name in ("cast_s_per_byte", "hook_s"):
+            validation.number(f"calibration.{name}", getattr(self, name), low=0)
 
 
 @dataclass(frozen=True)

@@ -3,12 +3,195 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, groupby, takewhile
 
 from trimtab.core.errors import ValueGivenError
 
-Line = tuple[float, float]  # (bytes at zero samples, bytes per sample).
+# Alignment of two memory traces of a step at different batch sizes.
+
+
+def common_ends(one: Sequence[object], other: Sequence[object]) -> tuple[int, int]:
+    """Return the lengths of the longest common prefix and of the longest common suffix, which do not overlap."""
+    most = min(len(one), len(other))
+    begin = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
+    ends = zip(reversed(one), reversed(other), strict=False)
+    end = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], ends))
+    return begin, min(end, most - begin)
+
+
+def aligned_peaks(
+    few: Sequence[int], many: Sequence[int], few_kinds: Sequence[int], many_kinds: Sequence[int]
+) -> tuple[list[int], list[int]]:
+    """Return two aligned lists of values: moment by moment, and the maximum of each span in which the traces differ.
+
+    Traces of equal length may differ too, because the order of the last nodes of torch's backward varies.
+
+    Args:
+        few, many: value at each moment, at the smaller and the larger batch size.
+        few_kinds, many_kinds: change in the number of live tensors at each moment.
+    """
+    if len(few) == len(many):
+        return _in_step(few, many, few_kinds, many_kinds)
+    begin, end = common_ends(few_kinds, many_kinds)
+
+    def shortened(values: Sequence[int]) -> list[int]:
+        around = values[max(0, begin - 1) : len(values) - end + 1]
+        return [*values[:begin], max(around, default=0), *values[len(values) - end :]]
+
+    return shortened(few), shortened(many)
+
+
+def _in_step(
+    few: Sequence[int], many: Sequence[int], few_kinds: Sequence[int], many_kinds: Sequence[int]
+) -> tuple[list[int], list[int]]:
+    """Return the values at moments with equal counts; a span with unequal counts becomes its maximum.
+
+    The maximum includes the neighbouring moments: if two releases surround an allocation in a different order, the
+    peak of one trace lies where the counts agree. Only counts are compared, so a different order with the same counts
+    is not detected. A maximum over different moments is not linear in the batch size, and an extrapolation below both
+    sizes is too low.
+    """
+    is_same = [one == other for one, other in zip(accumulate(few_kinds), accumulate(many_kinds), strict=True)]
+    ours, theirs = list[int](), list[int]()
+    for same, group in groupby(range(len(few)), is_same.__getitem__):
+        span = list(group)
+        begin, end = max(0, span[0] - 1), span[-1] + 2
+        ours += few[span[0] : span[-1] + 1] if same else [max(few[begin:end])]
+        theirs += many[span[0] : span[-1] + 1] if same else [max(many[begin:end])]
+    return ours, theirs
+
+
+# Operators of a step with FLOP and bytes moved, to predict their time on a target device.
+
+PRECISIONS = ("fp32", "tf32", "bf16", "fp16")
+Line = tuple[float, float]  # (value at zero samples, increase per sample).
+
+
+@dataclass(frozen=True)
+class Operation:
+    """An operator and its number of runs per step.
+
+    Args:
+        precision: computation precision: fp32, bf16, fp16, or tf32 for an fp32 convolution that torch runs in TF32.
+        flops: FLOP per run, linear in the samples of a micro-batch.
+        moved_bytes: bytes of arguments and results per run, linear in the samples.
+        count: number of runs.
+    """
+
+    precision: str
+    flops: Line
+    moved_bytes: Line
+    count: int = 1
+
+
+@dataclass(frozen=True)
+class StepWork:
+    """Operators of a micro-batch (forward and backward) and of the optimizer step; identical operators are merged."""
+
+    micro_batch: tuple[Operation, ...]
+    step: tuple[Operation, ...]
+
+
+Seen = tuple[str, float, float]  # Precision, FLOP and bytes of one operator run.
+
+
+def operations(few: Sequence[Seen], many: Sequence[Seen], rows: tuple[int, int]) -> tuple[Operation, ...]:
+    """Return the operators of a step that was traced at two batch sizes.
+
+    A part that repeats more often at either size, such as a chunked loss, is summed to a single operator per
+    precision.
+    """
+    fewer, more = rows
+    if len(few) != len(many):
+        begin, end = common_ends(*([(kind, flops > 0) for kind, flops, _ in seen] for seen in (few, many)))
+        few, many = (
+            [*seen[:begin], *_summed(seen[begin : len(seen) - end]), *seen[len(seen) - end :]] for seen in (few, many)
+        )
+
+    def line(a: float, b: float) -> Line:
+        slope = (b - a) / (more - fewer)
+        return a - fewer * slope, slope
+
+    found: Counter[tuple[str, Line, Line]] = Counter(
+        (a[0], line(a[1], b[1]), line(a[2], b[2])) for a, b in zip(few, many, strict=True)
+    )
+    return tuple(Operation(*each, count) for each, count in found.items())
+
+
+def _summed(seen: Sequence[Seen]) -> list[Seen]:
+    """Return a single operator per precision with the total FLOP and bytes."""
+    return [
+        (kind, sum(each[1] for each in seen if each[0] == kind), sum(each[2] for each in seen if each[0] == kind))
+        for kind in PRECISIONS
+    ]
+
+
+# Memory of an optimizer step over time, by kind of tensor.
+
+# Transients are neither saved for backward nor gradients: intermediate results, and operator workspaces as far as
+# they are visible.
+PARTS = ("parameters", "buffers", "batch", "optimizer", "gradients", "activations", "transients")
+
+
+@dataclass(frozen=True)
+class MemorySample:
+    """Bytes by kind at a moment of the step.
+
+    Args:
+        at: fraction of the step's allocations and releases before this moment.
+        phase: "forward", "backward" or "step".
+        bytes_by_part: bytes by kind, with the names in `PARTS`.
+    """
+
+    at: float
+    phase: str
+    bytes_by_part: Mapping[str, int]
+
+    @property
+    def total_bytes(self) -> int:
+        """Sum over all kinds."""
+        return sum(self.bytes_by_part.values())
+
+
+@dataclass(frozen=True)
+class BlockMemory:
+    """Memory that a block saves for backward.
+
+    Args:
+        name: name in the module tree.
+        saved_bytes: bytes allocated in the block's forward and alive at the end of the micro-batch's forward.
+    """
+
+    name: str
+    saved_bytes: int
+
+
+@dataclass(frozen=True)
+class StepMemory:
+    """Memory of an optimizer step, with the optimizer state already allocated.
+
+    Args:
+        peak: moment with the most bytes.
+        timeline: peak of each of several equal stretches of the step, in order.
+        most_bytes: maximum of each kind over the step.
+        blocks: requested blocks, in the order of their forwards.
+    """
+
+    peak: MemorySample
+    timeline: tuple[MemorySample, ...]
+    most_bytes: Mapping[str, int]
+    blocks: tuple[BlockMemory, ...] = ()
+
+    @property
+    def peak_bytes(self) -> int:
+        """Bytes at the peak."""
+        return self.peak.total_bytes
+
+
+MemoryLine = tuple[float, float]  # (bytes at zero samples, bytes per sample).
 
 
 @dataclass(frozen=True)
@@ -20,7 +203,7 @@ class PeakMemoryModel:
             size.
     """
 
-    lines: tuple[Line, ...]
+    lines: tuple[MemoryLine, ...]
 
     @classmethod
     def through(cls, few: Iterable[float], many: Iterable[float], rows: tuple[int, int]) -> PeakMemoryModel:
@@ -56,14 +239,14 @@ class PeakMemoryModel:
         return math.ceil(most)
 
 
-def _line(few: float, many: float, fewer: int, more: int) -> Line:
+def _line(few: float, many: float, fewer: int, more: int) -> MemoryLine:
     slope = (many - few) / (more - fewer)
     return few - fewer * slope, slope
 
 
-def _envelope(lines: Iterable[Line]) -> tuple[Line, ...]:
+def _envelope(lines: Iterable[MemoryLine]) -> tuple[MemoryLine, ...]:
     """Return the lines that are highest for some positive batch size, by rising slope."""
-    kept: list[Line] = []
+    kept: list[MemoryLine] = []
     for base, slope in sorted(lines, key=lambda line: (line[1], line[0])):
         while kept and (base >= kept[-1][0] or (len(kept) > 1 and _is_below(kept[-2], kept[-1], (base, slope)))):
             kept.pop()
@@ -71,7 +254,7 @@ def _envelope(lines: Iterable[Line]) -> tuple[Line, ...]:
     return tuple(kept)
 
 
-def _is_below(flatter: Line, middle: Line, steeper: Line) -> bool:
+def _is_below(flatter: MemoryLine, middle: MemoryLine, steeper: MemoryLine) -> bool:
     """Return True if the middle of three lines is nowhere the highest."""
     (a, p), (b, q), (c, r) = flatter, middle, steeper
     return (a - c) * (q - p) <= (a - b) * (r - p)

@@ -13,16 +13,57 @@ from dataclasses import dataclass, fields, replace
 
 from trimtab.core import validation
 from trimtab.core.batch_rule import BatchRule
-from trimtab.core.choice import Choice, Effect, FrontPoint, MeasuredCost, Proof, Rejected, Scalar, SplitCheck
-from trimtab.core.compile_mode import check_compiled
+from trimtab.core.choice import (
+    Choice,
+    Effect,
+    FrontPoint,
+    MeasuredCost,
+    Note,
+    Proof,
+    Rejected,
+    Scalar,
+    SplitCheck,
+    check_compiled,
+    is_by_compiler,
+)
 from trimtab.core.energy_reading import NO_METER, MeterFacts
 from trimtab.core.errors import FormatError, ValueGivenError
 from trimtab.core.objective import ASSUMED_REFERENCE, PRECISIONS, Reference
-from trimtab.core.plan_note import Note
+from trimtab.core.parallelism import KEPT, check_sharing
 from trimtab.core.recompute_schedule import check_recompute
-from trimtab.core.sharding_settings import KEPT, check_sharing
 from trimtab.core.units import format_bytes, format_seconds
-from trimtab.core.zero_stage_cost import ZeroStageCost
+
+# Predicted cost of a ZeRO stage.
+
+
+@dataclass(frozen=True)
+class ZeroStageCost:
+    """A ZeRO stage with its best settings within the limits.
+
+    Args:
+        zero_stage: 0 to 3.
+        reduces_once: True if gradients are reduced once per window, False if after each micro-batch.
+        refusal: reason for excluding the stage, in which case the other figures are None; else "".
+        peak_bytes: peak of a rank; None if unknown.
+        window_s: seconds per window.
+        waiting_s: part of `window_s` spent waiting for communication.
+        micro_batch: samples per micro-batch.
+        num_micro_batches: k, the micro-batches of a full window.
+        reduce_dtype: dtype of the gradient reduction.
+        code: stable identifier of the refusal, such as "budget.memory", or "".
+    """
+
+    zero_stage: int
+    reduces_once: bool
+    refusal: str = ""
+    peak_bytes: int | None = None
+    window_s: float | None = None
+    waiting_s: float | None = None
+    micro_batch: int | None = None
+    num_micro_batches: int | None = None
+    reduce_dtype: str | None = None
+    code: str = ""
+
 
 __all__ = ["Choice", "Effect", "FrontPoint", "MeasuredCost", "Plan", "Proof", "Rejected", "Scalar", "SplitCheck"]
 
@@ -442,3 +483,24 @@ def _choice(name: str, choice: Choice) -> list[str]:
     sign = "*" if choice.changed else " "
     lines = [f"{sign} {name.replace('_', ' '):<20} {choice.value!s:<14} [{choice.effect}] {choice.reason}"]
     return lines + [f"      not {loser.value}: {loser.reason}" for loser in choice.rejected]
+
+
+# Removal of CUDA graphs from a plan.
+
+
+def without_graphs(plan: Plan, why: str) -> Plan:
+    """Return a plan without CUDA graphs; measurements and predictions that used graphs are removed.
+
+    Args:
+        why: full sentence with the reason.
+    """
+    value = plan.compiled.value
+    if not isinstance(value, str):
+        return plan
+    without = is_by_compiler(value)
+    rejected = tuple(loser for loser in plan.compiled.rejected if loser.value != without)
+    reason = f"without CUDA graphs: {why}. Trials with CUDA graphs: {plan.compiled.reason}"
+    chosen = replace(
+        plan.compiled, value=without, reason=reason, changed=without, rejected=rejected, code="graphs.removed"
+    )
+    return replace(plan, compiled=chosen, predicted=None, measured=None, verified=None, stands_between=None, front=())

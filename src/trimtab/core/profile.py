@@ -9,16 +9,13 @@ from dataclasses import dataclass, field, replace
 
 from trimtab.core import validation
 from trimtab.core.block_costs import BlockChainModel
-from trimtab.core.choice import Proof, RefusedByProof
-from trimtab.core.compile_mode import Compiled, in_words
+from trimtab.core.choice import Compiled, Note, Proof, RefusedByProof, in_words
 from trimtab.core.energy_reading import NO_METER, MeterFacts
 from trimtab.core.errors import FormatError
 from trimtab.core.hardware import DeviceSpec
-from trimtab.core.memory_model import PeakMemoryModel
+from trimtab.core.memory_model import Operation, PeakMemoryModel, StepWork
 from trimtab.core.objective import ASSUMED_REFERENCE, Budget, Objective, Reference
-from trimtab.core.operator_costs import Operation, StepWork
 from trimtab.core.plan import Scalar, SplitCheck
-from trimtab.core.plan_note import Note
 
 PROFILE_SCHEMA = 11
 # Search phase that times the optimizer step alone.

@@ -7,30 +7,188 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import os
 import warnings
+from array import array
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO
 
-from trimtab.core.append_only_file import AppendOnlyFile, not_written, sync
-from trimtab.core.bounded_read import LINE_BYTES, RECORD_BYTES, open_regular, too_large, unreadable_error
-from trimtab.core.errors import FormatError, RecordExistsError
-from trimtab.core.record_lines import (
-    BRIEF,
-    RECORD_SCHEMA,
-    End,
-    Evaluation,
-    Event,
-    Header,
-    Line,
-    RunRecord,
-    StepRecord,
-    encode_line,
-    parsed,
+from trimtab.core import validation
+from trimtab.core.errors import FormatError, RecordExistsError, ValueGivenError
+from trimtab.core.files import (
+    LINE_BYTES,
+    RECORD_BYTES,
+    AppendOnlyFile,
+    not_written,
+    open_regular,
+    sync,
+    too_large,
+    unreadable_error,
 )
-from trimtab.core.serialization import to_jsonable
+from trimtab.core.serialization import from_jsonable, parse, to_jsonable
+
+# Line types of a run's record, and their JSON.
+
+RECORD_SCHEMA = 3
+_MOST = 2**62  # Limit of a count.
+# Marks, in a header's detail, a run of a few steps only, which has a speed but no final metric.
+BRIEF = "brief"
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """One optimizer step, or one skipped step.
+
+    Args:
+        index: number of steps before this one.
+        samples: samples in the window; None if unknown.
+        terms: number of terms that the loss averages over.
+        loss: mean loss per term.
+        learning_rate: learning rate applied to the first parameter group; None if the optimizer computes its own, as
+            Adafactor does.
+        wall_s: seconds since the previous step.
+        applied: True if the optimizer stepped.
+        grad_norm, loss_scale: None if not computed.
+        num_micro_batches: k of the window.
+        noise_scale: gradient noise scale N in samples, if measured.
+    """
+
+    index: int
+    samples: int | None
+    terms: float
+    loss: float
+    learning_rate: float | None
+    wall_s: float
+    applied: bool = True
+    grad_norm: float | None = None
+    loss_scale: float | None = None
+    num_micro_batches: int = 1
+    noise_scale: float | None = None
+
+    def __post_init__(self) -> None:
+        validation.not_negative(self, "index", "samples", "terms", "wall_s", "num_micro_batches")
+        if max(self.index, self.samples or 0, self.num_micro_batches) > _MOST:
+            given = f"index={self.index}, rows={self.samples}, num_micro_batches={self.num_micro_batches}"
+            raise ValueGivenError("StepRecord", got=given, expected="at most 2**62", code="number.range")
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """A held-out evaluation: after `samples` samples and `train_s` seconds of training (evaluation time excluded)."""
+
+    samples: int
+    train_s: float
+    metrics: Mapping[str, float]
+
+    def __post_init__(self) -> None:
+        validation.not_negative(self, "samples", "train_s")
+
+
+@dataclass(frozen=True)
+class Event:
+    """An event of the run with its figures.
+
+    Args:
+        name: kind of the event.
+        step: index of the next window, or another count that the kind defines.
+        detail: figures of the event.
+    """
+
+    name: str
+    step: int
+    detail: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        validation.not_negative(self, "step")
+
+
+@dataclass(frozen=True)
+class Header:
+    """First line: name, plan and environment of the run.
+
+    Args:
+        name: the user's name for the run.
+        seed: random seed, if any.
+        plan: the plan as JSON; None for a loop without one.
+        environment: versions, machine and threads, from `trimtab.measure.machine`.
+        detail: further named values for readers of the record.
+    """
+
+    name: str
+    seed: int | None = None
+    plan: Mapping[str, Any] | None = None
+    environment: Mapping[str, str] = field(default_factory=dict)
+    detail: Mapping[str, Any] = field(default_factory=dict)
+    schema: int = RECORD_SCHEMA
+
+
+@dataclass(frozen=True)
+class End:
+    """Last line: reason for the end of the run, and its totals.
+
+    Args:
+        reason: "closed", "error", a `StopReason`, or a reason set by the writing loop.
+    """
+
+    reason: str
+    detail: Mapping[str, Any] = field(default_factory=dict)
+
+
+Line = Header | StepRecord | Evaluation | Event | End
+_KINDS: dict[str, type[Any]] = {
+    "header": Header,
+    "step": StepRecord,
+    "evaluation": Evaluation,
+    "event": Event,
+    "end": End,
+}
+_NAMES = {cls: kind for kind, cls in _KINDS.items()}
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """A whole run in memory. `end` is None for a run that crashed."""
+
+    header: Header
+    steps: tuple[StepRecord, ...] = ()
+    evaluations: tuple[Evaluation, ...] = ()
+    events: tuple[Event, ...] = ()
+    end: End | None = None
+
+
+def encode_line(line: Line) -> bytes:
+    """Return a record line as JSON bytes."""
+    data = {"kind": _NAMES[type(line)]} | to_jsonable(line)
+    return (json.dumps(data, allow_nan=False, ensure_ascii=False) + "\n").encode()
+
+
+def parsed(where: str, line: bytes) -> Line:
+    try:
+        data = parse(line.decode("utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise FormatError(
+            where, got=f"a damaged line ({error})", expected="one JSON object per line", code="record.damaged_line"
+        ) from None
+    kind = data.pop("kind", None) if isinstance(data, dict) else None
+    if not isinstance(kind, str) or kind not in _KINDS:
+        raise FormatError(
+            where, got=f"kind={kind!r}", expected="one of " + ", ".join(_KINDS), code="record.damaged_line"
+        )
+    try:
+        line_value: Line = from_jsonable(_KINDS[kind], data)  # Refuses a header of another schema.
+    except (FormatError, ValueGivenError, RecursionError) as error:
+        if isinstance(error, RecursionError):
+            given, expected = "JSON that is nested too deeply", "a line of a record"
+            raise FormatError(where, got=given, expected=expected, code="json.value") from None
+        texts = {"got": error.got, "expected": error.expected, "hint": error.hint, "code": error.code}
+        problem = f"{where}: {error.problem}" if error.problem else ""
+        raise FormatError(f"{where}: {error.field}", problem=problem, **texts) from None
+    return line_value
+
 
 __all__ = [
     "BRIEF",
@@ -352,3 +510,107 @@ def _next_line(path: str | Path, file: BinaryIO) -> bytes:
     if len(line) > LINE_BYTES:
         raise too_large(path, len(line), "a line of a record", LINE_BYTES)
     return line
+
+
+# Compact summary of a run's record, read line by line: a long run takes a fraction of its file's size.
+
+
+def _numbers() -> array[float]:
+    return array("d")
+
+
+def _counts() -> array[int]:
+    return array("q")
+
+
+def _or_nan(value: float | None) -> float:
+    return math.nan if value is None else value
+
+
+@dataclass
+class StepColumns:
+    """Steps of a run as columns: 56 bytes per step.
+
+    NaN represents a missing figure, and 0 an unknown number of samples.
+    """
+
+    index: array[int] = field(default_factory=_counts)
+    rows: array[int] = field(default_factory=_counts)
+    num_micro_batches: array[int] = field(default_factory=_counts)
+    wall_s: array[float] = field(default_factory=_numbers)
+    loss: array[float] = field(default_factory=_numbers)
+    learning_rate: array[float] = field(default_factory=_numbers)
+    noise_scale: array[float] = field(default_factory=_numbers)
+    num_skipped: int = 0
+    has_unknown_samples: bool = False
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def add(self, step: StepRecord) -> None:
+        """Append a step."""
+        self.index.append(step.index)
+        self.rows.append(step.samples or 0)
+        self.has_unknown_samples |= step.samples is None
+        self.num_micro_batches.append(step.num_micro_batches)
+        self.wall_s.append(step.wall_s)
+        self.loss.append(step.loss)
+        self.learning_rate.append(_or_nan(step.learning_rate))
+        self.noise_scale.append(_or_nan(step.noise_scale))
+        self.num_skipped += not step.applied
+
+    def trained(self, from_index: int = 0) -> tuple[int, float]:
+        """Return (samples, seconds) of the steps from an index on."""
+        taken = [index >= from_index for index in self.index] if from_index else [True] * len(self)
+        rows = sum(rows for rows, is_taken in zip(self.rows, taken, strict=True) if is_taken)
+        return rows, math.fsum(s for s, is_taken in zip(self.wall_s, taken, strict=True) if is_taken)
+
+
+@dataclass
+class RunSummary:
+    """Contents of a run's report.
+
+    `last_evaluation` is None if there was none, and `end` is None if the run crashed.
+    """
+
+    header: Header
+    steps: StepColumns = field(default_factory=StepColumns)
+    events: list[Event] = field(default_factory=list)
+    last_evaluation: Evaluation | None = None
+    end: End | None = None
+
+    def add(self, line: Line) -> None:
+        """Add the next line of the record."""
+        if isinstance(line, StepRecord):
+            self.steps.add(line)
+        elif isinstance(line, Event):
+            self.events.append(line)
+        elif isinstance(line, Evaluation):
+            self.last_evaluation = line
+        elif isinstance(line, End):
+            self.end = line
+
+
+def summary_of(record: RunRecord) -> RunSummary:
+    """Return the summary of a record in memory."""
+    ends: Iterable[Line] = () if record.end is None else (record.end,)
+    found = RunSummary(record.header)
+    for lines in (record.steps, record.evaluations, record.events, ends):
+        for line in lines:
+            found.add(line)
+    return found
+
+
+def read_summary(path: str | Path) -> RunSummary:
+    """Read a run's record line by line.
+
+    Raises:
+        FormatError: as of `read_record`.
+    """
+    lines = read_lines(path)
+    header = next(lines)
+    assert isinstance(header, Header)  # `read_lines` raises otherwise.
+    found = RunSummary(header)
+    for line in lines:
+        found.add(line)
+    return found

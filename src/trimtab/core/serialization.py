@@ -15,16 +15,42 @@ import functools
 import json
 import math
 import os
+import re
 import types
 import typing
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
+from urllib.parse import quote_from_bytes, unquote_to_bytes
 
-from trimtab.core.append_only_file import write_over
-from trimtab.core.bounded_read import JSON_BYTES, read_bytes, read_text
 from trimtab.core.errors import FormatError
-from trimtab.core.printable import to_encodable
+from trimtab.core.files import JSON_BYTES, read_bytes, read_text, write_over
+
+# Safe text for terminals and files: escape sequences and undecodable bytes are shown as escapes.
+
+# C0 without tab and newline, DEL, C1, and characters that reorder the text around them.
+_CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
+
+
+def escape_control_characters(text: str) -> str:
+    """Return text with control characters written as escapes, because a terminal would interpret them."""
+    return _CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), to_encodable(text))
+
+
+def to_encodable(text: str) -> str:
+    """Return text that UTF-8 can encode; undecodable bytes of a file name become `\\udcff`."""
+    return text if text.isascii() else text.encode("utf-8", "backslashreplace").decode()
+
+
+def quoted(path: Path) -> str:
+    """Return a path of any bytes as ASCII text; `unquoted` reverses the encoding."""
+    return quote_from_bytes(os.fsencode(path))
+
+
+def unquoted(text: str) -> Path:
+    """Return the path encoded by `quoted`."""
+    return Path(os.fsdecode(unquote_to_bytes(text)))
+
 
 T = TypeVar("T")
 # Errors of creating or replacing a file that do not concern the target itself: a folder that is not writable, or a

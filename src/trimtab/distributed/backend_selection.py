@@ -13,10 +13,10 @@ from trimtab.core.errors import ValueGivenError
 from trimtab.core.plan import Plan
 from trimtab.distributed.host_gather import connect, has_peers
 from trimtab.distributed.rank_consistency import require_alike
-from trimtab.measure.sharded_norms import is_flat_sharded, is_sharded
-from trimtab.runtime.backend import Backend, UserBackend
-from trimtab.runtime.gradient_sync import data_parallel
-from trimtab.runtime.metadata_exchange import MetadataExchange, SingleProcessExchange
+from trimtab.measure.gradient_norms import is_flat_sharded, is_sharded
+from trimtab.training.backend import Backend, UserBackend
+from trimtab.training.gradient_sync import data_parallel
+from trimtab.training.metadata_exchange import MetadataExchange, SingleProcessExchange
 
 # Backend by ZeRO stage, imported on demand: torch's sharded optimizer alone takes a second to import.
 _BACKENDS = {

@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trimtab.core.interconnect import LinkCalibration
-from trimtab.decide.collectives import fit
+from trimtab.core.hardware import LinkCalibration
 from trimtab.distributed.ddp import mean_in_bf16
 from trimtab.distributed.process_group import backends, max_over_ranks
+from trimtab.planner.communication_cost import fit
 
 # Bytes of the timed all-reduces, from latency-bound to bandwidth-bound.
 _SIZES = tuple(2**power for power in (12, 16, 19, 21, 23))

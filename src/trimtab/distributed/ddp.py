@@ -15,8 +15,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from trimtab.core.plan import Plan
 from trimtab.distributed.host_gather import RankExchange
-from trimtab.runtime.backend import TorchBackend
-from trimtab.runtime.gradient_sync import GradientSync
+from trimtab.training.backend import TorchBackend
+from trimtab.training.gradient_sync import GradientSync
 
 _MIB = 2**20
 # DDP's argument for buffer synchronisation; torch 2.13 renamed it.

@@ -17,14 +17,149 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from trimtab.core.errors import DependencyError, LoopError
+from trimtab.core.errors import DependencyError, LoopError, ValueGivenError
 from trimtab.core.plan import Plan
-from trimtab.decide.deepspeed_config import config_of
 from trimtab.distributed.ddp import broadcast_buffers
-from trimtab.distributed.deepspeed_state import gather_full_state, put_state, restore_plain_model
 from trimtab.distributed.host_gather import RankExchange
-from trimtab.runtime.precision import MixedPrecision
-from trimtab.runtime.used_parameters import AllParametersCheck
+from trimtab.settings.precision import MixedPrecision
+from trimtab.training.used_parameters import AllParametersCheck
+
+# Additions to DeepSpeed: transfer of optimizer state into shards and back, and removal of DeepSpeed from a model.
+
+State = dict[Tensor, dict[str, Any]]
+_LEFT = {"_external_params", "all_parameters", "applied_pre_backward_ref_cnt", "pre_bwd_fn", "post_bwd_fn"}
+
+
+def put_state(zero: Any, had: State) -> None:
+    """Copy existing optimizer state into the shards; DeepSpeed starts without state."""
+    from deepspeed.utils import safe_set_full_optimizer_state, safe_set_local_optimizer_state
+
+    kinds: dict[str, Any] = next(iter(had.values()))
+    sharded = hasattr(zero, "fp32_partitioned_groups_flat")
+    for flat in zero.fp32_partitioned_groups_flat if sharded else zero.single_partition_of_fp32_groups:
+        zero.optimizer.state[flat] = {k: torch.zeros_like(flat) if _is_whole(v) else _copy(v) for k, v in kinds.items()}
+    _link(zero)
+    for parameter, state in had.items():
+        for key in filter(lambda key: _is_whole(state[key]), state):
+            if sharded:  # DeepSpeed's setter for full state ignores the last rank's padding and raises
+                safe_set_local_optimizer_state(parameter, _own_part(parameter, state[key]), key)
+            else:
+                safe_set_full_optimizer_state(parameter, state[key], key)
+
+
+def _own_part(parameter: Any, whole: Tensor) -> Tensor:
+    size = parameter.partition_numel()
+    padded = nn.functional.pad(whole.flatten(), (0, size * dist.get_world_size() - whole.numel()))
+    return padded.narrow(0, size * dist.get_rank(), size)
+
+
+def gather_full_state(zero: Any, parameters: list[Tensor]) -> tuple[dict[Tensor, Tensor], State]:
+    """Return full parameters and their full optimizer state; a collective."""
+    from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+
+    _link(zero)
+    kinds: dict[str, Any] = next(iter(zero.optimizer.state.values()), {})
+    full = {each: safe_get_full_fp32_param(each).clone().view(_shape(each)) for each in parameters}
+    states: State = {}
+    for each in parameters if kinds else []:
+        states[each] = {
+            key: safe_get_full_optimizer_state(each, key).clone().view(_shape(each))
+            if _is_whole(value)
+            else _copy(value)
+            for key, value in kinds.items()
+        }
+    return full, states
+
+
+def restore_plain_model(model: nn.Module, full: dict[Tensor, Tensor]) -> None:
+    """Turn a destroyed engine's model back into a plain torch model, with the same parameter objects."""
+    for parameter, value in full.items():
+        parameter.data = value.to(parameter.dtype)
+        for name in [name for name in vars(parameter) if name not in ("requires_grad", "data", "grad")]:
+            delattr(parameter, name)
+    for module in model.modules():
+        if "_original_parameters" in vars(module):
+            module._parameters = vars(module).pop("_original_parameters")
+        for name in [name for name in vars(module) if name.startswith("ds_") or name in _LEFT]:
+            delattr(module, name)
+
+
+def _link(zero: Any) -> None:
+    # DeepSpeed links only the first group's state, after its first step
+    if hasattr(zero, "_hp_optimizer_states_linked"):
+        zero._hp_optimizer_states_linked = False
+        zero._lazy_init_hp_params_optimizer_state()
+
+
+def _shape(parameter: Any) -> torch.Size:
+    found: torch.Size = getattr(parameter, "ds_shape", parameter.shape)
+    return found
+
+
+def _copy(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) else value
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, Tensor) and value.dim() > 0
+
+
+# DeepSpeed configuration of a plan.
+
+# Reduction bucket if the plan has no size: DeepSpeed's default takes 2 GB on every rank.
+BUCKET_BYTES = 2**26
+_SENT = {"fp32": "fp32", "bf16": "bf16"}
+
+
+def config_of(plan: Plan, num_elements: int) -> dict[str, Any]:
+    """Return the configuration for `deepspeed.initialize` of a plan with the DeepSpeed engine.
+
+    Micro-batch boundaries, loss scaling, clipping and autocast stay with trimtab's loop; their entries are neutral.
+
+    Args:
+        plan: plan with `engine` "deepspeed".
+        num_elements: number of parameter elements; an upper bound for buckets.
+
+    Raises:
+        ValueGivenError: the plan has a different engine, or settings that DeepSpeed does not support here.
+    """
+    if plan.engine.value != "deepspeed":
+        raise ValueGivenError("plan.engine", got=repr(plan.engine.value), expected="'deepspeed'")
+    for name, bad in (("precision", "fp16"), ("compiled", True)):
+        if getattr(plan, name).value == bad:
+            raise ValueGivenError(
+                f"plan.{name}",
+                got=repr(bad),
+                problem=f"engine='deepspeed' does not support {name}={bad!r}.",
+                hint=f"Choose another {name}, or engine='torch'.",
+            )
+    if plan.batch_rule is not None:
+        raise ValueGivenError(
+            "plan.batch_rule",
+            got=repr(plan.batch_rule.policy),
+            problem="engine='deepspeed' does not support an adaptive batch size: DeepSpeed does not expose the "
+            "gradients that the noise scale is computed from.",
+            hint="Plan without adapt='batch', or choose engine='torch'.",
+        )
+    wanted = int(plan.bucket_bytes.value or BUCKET_BYTES) // 4
+    bucket = max(2, min(wanted, num_elements // 2 * 2 + 2))  # DeepSpeed's stages require an even number.
+    zero = {
+        "stage": plan.zero_stage.value,
+        "overlap_comm": False,
+        "reduce_bucket_size": bucket,
+        "allgather_bucket_size": bucket,
+        "stage3_prefetch_bucket_size": bucket,
+        "stage3_param_persistence_threshold": 0,
+        "memory_efficient_linear": False,  # True would replace torch.nn.functional.linear in the whole process.
+    }
+    return {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 1,
+        "gradient_clipping": 0.0,
+        "communication_data_type": _SENT[str(plan.reduce_dtype.value)],
+        "zero_optimization": zero,
+        "zero_allow_untested_optimizer": True,
+    }
 
 
 class DeepSpeedZero:

@@ -6,41 +6,192 @@ Dry runs use copies; the user's model, optimizer, random generators and global m
 from __future__ import annotations
 
 import contextlib
+import copy
 import gc
 import itertools
 import json
+import math
 import statistics
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from trimtab.calibrate.exception_text import describe
-from trimtab.core.dry_run_result import DryRunResult
 from trimtab.core.errors import RankError
-from trimtab.core.plan import Plan
+from trimtab.core.plan import KEEP_BATCH, KEEP_LEARNING_RATE, KEEP_SCHEDULE, KEEP_WARMUP, Plan
 from trimtab.core.progress import silent
-from trimtab.decide.dry_run_selection import by_default, plan_for_gradients
-from trimtab.decide.interleaving import turns
-from trimtab.decide.statistics import MIN_PAIRS_FOR_VERDICT
-from trimtab.distributed.dry_run_on_copies import DryRun, DryRunOutOfMemory, dry_run_of
+from trimtab.distributed.backend_selection import backend_of
 from trimtab.distributed.host_gather import RankExchange
-from trimtab.distributed.model_copies import copied_together
-from trimtab.distributed.process_group import max_over_ranks, time_limit_s, words_of_all
-from trimtab.distributed.sequence_numbers import num_sent
+from trimtab.distributed.process_group import backends, max_over_ranks, time_limit_s, total, words_of_all
 from trimtab.distributed.zero_stage_inputs import RankLoop
-from trimtab.measure.loop_state import unchanged_by
-from trimtab.measure.peak_memory import alive_between_steps, storage_bytes
-from trimtab.measure.process_state import ProcessState
-from trimtab.runtime.batch_splitting import BY_CONTAINERS, BatchSplitting
-from trimtab.runtime.out_of_memory import is_out_of_memory
-from trimtab.runtime.run import LossFn
+from trimtab.measure.gradient_norms import local_shard
+from trimtab.measure.timing import time_call
+from trimtab.planner.dry_run_selection import DryRunResult, by_default, plan_for_gradients
+from trimtab.planner.statistics import MIN_PAIRS_FOR_VERDICT, turns
+from trimtab.profiling.measurement_notes import describe
+from trimtab.settings.optimizers import drop_gradients
+from trimtab.state.loop_state import unchanged_by
+from trimtab.state.peak_memory import alive_between_steps, peak_bytes, storage_bytes
+from trimtab.state.process_state import ProcessState
+from trimtab.state.window_snapshot import bytes_to_begin_anew
+from trimtab.training.backend import Backend
+from trimtab.training.batch import tensors_in
+from trimtab.training.batch_splitting import BY_CONTAINERS, BatchSplitting
+from trimtab.training.out_of_memory import is_out_of_memory, recovers_from
+from trimtab.training.run import LossFn, Run
+
+# Dry run of a plan on copies of a model and its optimizer: step time and peak memory on all ranks.
+
+_WARM_WINDOWS = 2  # DDP rebuilds its buckets in the second step
+_MOST_WARM = 20  # fp16 adjusts its loss scale
+_BLOCK_S, _MOST_WINDOWS = 0.25, 50
+
+
+class DryRunOutOfMemory(Exception):
+    """A rank ran out of memory and had to split its micro-batches; known on every rank."""
+
+
+@contextlib.contextmanager
+def dry_run_of(
+    plan: Plan, copied: Callable[[], RankLoop], clip_norm: float | None, batching: BatchSplitting = BY_CONTAINERS
+) -> Iterator[DryRun]:
+    """Run a plan on copies inside the block, as `trimtab.start` would; a collective.
+
+    Args:
+        plan: plan to run.
+        copied: returns copies of model and optimizer, the loss function and the batch.
+        clip_norm: clipping limit of the loop, if the plan has none.
+        batching: counts and splits the batch.
+    """
+    gc.collect()  # An error of an earlier run holds its frames, and the frames hold the run's tensors.
+    model, optimizer, loss_fn, batch = copied()
+    plan = replace(
+        plan,
+        batch_rule=None,
+        warmup_fraction=KEEP_WARMUP,
+        schedule=KEEP_SCHEDULE,
+        learning_rate_scale=KEEP_LEARNING_RATE,
+        batch_policy=KEEP_BATCH,
+    )
+    clip = None if plan.clip_norm.value is not None else clip_norm
+    backend: Backend | None = backend_of(model, plan, {"clip_norm": clip})
+    ours: DryRun | None = None
+    try:
+        with Run(model, optimizer, plan, clip_norm=clip, backend=backend, batching=batching, on_trial=True) as run:
+            ours = DryRun(run, (model, optimizer, loss_fn, batch))
+            del run
+            ours.warm_up()
+            yield ours
+    finally:
+        if ours is not None:
+            ours.let_go()  # The caller may still hold the object.
+        del model, optimizer, backend, ours
+        gc.collect()  # DDP's reducer and its model refer to each other
+
+
+class DryRun:
+    """A started run with its loop; `is_accelerated`: the model is on an accelerator."""
+
+    def __init__(self, run: Run, loop: RankLoop) -> None:
+        self._run, self._loop = run, loop
+        self._device = next(run.model.parameters()).device
+        self.is_accelerated, self._windows = self._device.type == "cuda", 1
+
+    def let_go(self) -> None:
+        """Drop all references to the finished run."""
+        del self._run, self._loop
+
+    def warm_up(self) -> None:
+        """Run untimed steps until the optimizer has stepped and all one-time initialisation is done."""
+        windows = 0
+        while windows < _WARM_WINDOWS or (self._run.applied_steps == 0 and windows < _MOST_WARM):
+            self._window()
+            windows += 1
+        once_s = max_over_ranks(time_call(self._window, self._device))
+        self._windows = max(1, min(_MOST_WINDOWS, math.ceil(_BLOCK_S / once_s)))
+
+    def block_s(self) -> float:
+        """Return the seconds per step over a block of steps; maximum over ranks. Ranks begin together."""
+        total(0.0)
+        return max_over_ranks(time_call(self._window, self._device, self._windows))
+
+    def peak_bytes(self, beside_bytes: int) -> int:
+        """Return the peak memory of a step, maximum over ranks.
+
+        Args:
+            beside_bytes: bytes of foreign tensors on a CUDA device.
+        """
+        drop_gradients(self._loop[1])  # The count must include memory that is freed during the step.
+        counted = peak_bytes(self._window, self._device, self._alive)
+        own = counted - beside_bytes if self.is_accelerated else counted + self._kept_bytes()
+        return int(max_over_ranks(float(own)))
+
+    def _window(self) -> None:
+        _, _, loss_fn, batch = self._loop
+        self._run.train_step(self._run.window(batch), loss_fn)
+        if self._run.micro_batch_limit is not None:
+            limit = self._run.micro_batch_limit
+            raise DryRunOutOfMemory(f"a rank ran out of memory with micro-batches of more than {limit} samples")
+
+    def _alive(self) -> Iterator[Tensor]:
+        model, optimizer, _, batch = self._loop
+        yield from map(local_shard, alive_between_steps(model, optimizer))
+        yield from tensors_in(batch)
+
+    def _kept_bytes(self) -> int:
+        """Return a replica's additional memory: DDP's buckets, and the snapshot for repeating a step."""
+        model, plan = self._loop[0], self._run.plan
+        if int(plan.zero_stage.value or 0) >= 2:
+            return 0
+        buckets = sum(each.numel() * each.element_size() for each in model.parameters() if each.requires_grad)
+        return buckets + (bytes_to_begin_anew(model) if recovers_from(None, plan, model, may_retry=True) else 0)
+
+
+# Independent copies of a model and its optimizer for a dry run.
+
+
+def copied_together(model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Optimizer]:
+    """Return copies of a model and its optimizer without gradients; the optimizer's copy refers to the model's copy.
+
+    Step hooks of the optimizer are not copied, as in `copy.deepcopy`, so dry runs exclude hooks.
+
+    Raises:
+        Exception: an object cannot be copied, for instance a non-leaf tensor or a lock.
+    """
+    memo: dict[int, Any] = {}
+    own, its = copy.deepcopy(model, memo), copy.deepcopy(optimizer, memo)
+    # deepcopy of an optimizer copies torch's attributes only. Functions are left out: a scheduler's `step` wrapper
+    # would step the original.
+    for name, value in vars(optimizer).items():
+        if name not in vars(its) and not callable(value):
+            setattr(its, name, copy.deepcopy(value, memo))
+    return own, its
+
+
+# Sequence numbers of collectives, to check that all ranks are at the same point.
+
+
+def num_sent() -> list[int]:
+    """Return the number of groups created, and of collectives started on the world group by device type.
+
+    If equal on all ranks, pending collectives complete normally; otherwise a pending collective would match a later one
+    of a different rank. Backends without a count are left out.
+    """
+    group, distributed = dist.group.WORLD, dist.distributed_c10d
+    assert group is not None
+    found = [distributed._world.group_count]
+    for kind in sorted(backends()):
+        with contextlib.suppress(RuntimeError):
+            found.append(group._get_backend(torch.device(kind))._get_sequence_number_for_group())  # type: ignore[attr-defined]
+    return found
+
 
 _PAIRS, _BLOCKS = 9, 5
 _COUNTED = 7  # steps

@@ -8,18 +8,23 @@ from dataclasses import dataclass, replace
 import torch
 import torch.distributed as dist
 
-from trimtab.core.dry_run_result import DryRunResult
 from trimtab.core.errors import InfeasibleError, ValueGivenError
-from trimtab.core.interconnect import LinkCalibration
+from trimtab.core.hardware import LinkCalibration
 from trimtab.core.parallelism import StepShape
 from trimtab.core.plan import Plan
 from trimtab.core.serialization import from_json, to_json
-from trimtab.decide.dry_run_selection import MOST_REHEARSALS, CompletedDryRuns, by_default, saying_unrehearsed
-from trimtab.decide.multi_rank_plan import for_replicas, with_fastest_communication
 from trimtab.distributed.bandwidth_test import calibrate
 from trimtab.distributed.dry_run import DryRuns
 from trimtab.distributed.process_group import from_first
 from trimtab.distributed.zero_stage_inputs import StageMeasurements, of_replicas
+from trimtab.planner.dry_run_selection import (
+    MOST_REHEARSALS,
+    CompletedDryRuns,
+    DryRunResult,
+    by_default,
+    saying_unrehearsed,
+)
+from trimtab.planner.multi_rank_plan import for_replicas, with_fastest_communication
 
 # Sent by rank 0 if the way to shard the model is chosen after the link is timed.
 _TO_CHOOSE = ""

@@ -13,9 +13,9 @@ from torch.utils.data import Subset, TensorDataset
 
 from trimtab.core.errors import UsageError, ValueGivenError
 from trimtab.distributed.host_gather import RankExchange, has_peers
-from trimtab.measure.sharded_norms import is_sharded
-from trimtab.runtime.gradient_sync import data_parallel
-from trimtab.runtime.metadata_exchange import MetadataExchange
+from trimtab.measure.gradient_norms import is_sharded
+from trimtab.training.gradient_sync import data_parallel
+from trimtab.training.metadata_exchange import MetadataExchange
 
 DIFFER = "ranks.differ"
 KIND = "the optimizer's class"

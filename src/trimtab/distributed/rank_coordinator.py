@@ -15,11 +15,10 @@ import torch.distributed as dist
 from trimtab.core.errors import RankError, UsageError
 from trimtab.core.serialization import from_json, to_json
 from trimtab.distributed.coordinator import BlockLength, Coordinator, M, T
-from trimtab.distributed.gather_with_heartbeat import words_at_work
+from trimtab.distributed.cpu_affinity import oversubscribed_resource
 from trimtab.distributed.host_gather import RankExchange
 from trimtab.distributed.launched_rank import ranks_failed
-from trimtab.distributed.oversubscription import oversubscribed_resource
-from trimtab.distributed.process_group import from_first, time_limit_s, words_of_all
+from trimtab.distributed.process_group import from_first, time_limit_s, words_at_work, words_of_all
 
 # Larger than the difference between any two seeds of paired runs.
 _STREAMS = 1_000_003

@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 
 from trimtab.core.energy_reading import OTHER_RANKS, Energy, MeterFacts, Provenance, absent_energy
+from trimtab.distributed.cpu_affinity import node
 from trimtab.distributed.process_group import job_position
-from trimtab.measure.cpu_affinity import node
-from trimtab.measure.energy_meter import Meter
-from trimtab.measure.meter_selection import Metering, ReadCounters, find_meter, reads_alone, uuid_of, with_idle
+from trimtab.energy.energy_meter import Meter
+from trimtab.energy.meter_selection import Metering, ReadCounters, find_meter, reads_alone, uuid_of, with_idle
 
 T = TypeVar("T")
 

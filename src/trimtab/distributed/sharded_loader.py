@@ -14,10 +14,10 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, ge
 from trimtab.core.errors import BatchError, ValueGivenError
 from trimtab.distributed.process_group import is_apart
 from trimtab.distributed.rank_consistency import DIFFER, dataset_facts, differing_texts, text_of
-from trimtab.measure.dataloader_state import is_stateful
-from trimtab.runtime.batch import iterate
-from trimtab.runtime.batch_splitting import BY_CONTAINERS, BatchSplitting
-from trimtab.runtime.uneven_inputs import EmptyBatch
+from trimtab.state.data_state import is_stateful
+from trimtab.training.batch import iterate
+from trimtab.training.batch_splitting import BY_CONTAINERS, BatchSplitting
+from trimtab.training.rank_sync import EmptyBatch
 
 
 def samples_of_rank(rows: int, rank: int, num_ranks: int) -> slice:

@@ -14,8 +14,8 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from trimtab.core.errors import OptimizerError
 from trimtab.core.plan import Plan
 from trimtab.distributed.ddp import DataParallel
-from trimtab.runtime.memory_format import align_state
-from trimtab.runtime.precision import MixedPrecision
+from trimtab.settings.memory_layout import align_state
+from trimtab.settings.precision import MixedPrecision
 
 
 class Zero1Backend(DataParallel):

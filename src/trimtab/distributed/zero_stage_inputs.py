@@ -12,21 +12,21 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from trimtab.calibrate.candidate_traces import MIN_SAMPLES, trace_here
-from trimtab.calibrate.communication_profile import step_shape
 from trimtab.core.errors import DependencyError, InfeasibleError, ModelError
-from trimtab.core.interconnect import LinkCalibration
+from trimtab.core.hardware import LinkCalibration
 from trimtab.core.parallelism import StepShape
 from trimtab.core.plan import Plan
 from trimtab.core.profile import Candidate, Profile, TracedCandidate
-from trimtab.core.rank_peak_memory import WAYS, RankPeakMemory, Way
-from trimtab.decide.dry_run_selection import CompletedDryRuns
-from trimtab.decide.planner import choose
-from trimtab.decide.zero_stage import choose_stage
 from trimtab.distributed.rank_memory import trace_ways
-from trimtab.runtime.batch import to_device
-from trimtab.runtime.batch_splitting import BY_CONTAINERS
-from trimtab.runtime.run import LossFn
+from trimtab.planner.dry_run_selection import CompletedDryRuns
+from trimtab.planner.plan_choice import choose
+from trimtab.planner.rank_profile import WAYS, RankPeakMemory, Way
+from trimtab.planner.zero_stage import choose_stage
+from trimtab.profiling.candidate_traces import MIN_SAMPLES, trace_here
+from trimtab.profiling.communication_profile import step_shape
+from trimtab.training.batch import to_device
+from trimtab.training.batch_splitting import BY_CONTAINERS
+from trimtab.training.run import LossFn
 
 RankLoop = tuple[nn.Module, Optimizer, LossFn, Any]  # of a rank, with its part of a batch on the model's device
 

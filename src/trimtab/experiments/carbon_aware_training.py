@@ -11,13 +11,13 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
 
+from trimtab.carbon.job import RemainingWork
+from trimtab.carbon.pause_schedule import CarbonSchedule, when_to_train
+from trimtab.carbon.services import IntensitySource, forecast_or_reason
 from trimtab.core.serialization import to_jsonable
-from trimtab.decide.carbon_remaining_work import RemainingWork
-from trimtab.decide.carbon_schedule import CarbonSchedule, when_to_train
 from trimtab.experiments.sleep_until import Clock, catch_signals, wait_until
 from trimtab.experiments.train import Note
 from trimtab.experiments.train_summary import TrainingPart
-from trimtab.integrations.carbon_intensity import IntensitySource, forecast_or_reason
 
 
 class TrainPart(Protocol):

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 from trimtab.core.energy_reading import MeterFacts, PowerLimit
 from trimtab.core.units import format_bytes, format_count
-from trimtab.decide.search import precision_refusal
+from trimtab.energy.meter_selection import find_meter, with_idle
 from trimtab.measure.machine import device_spec, environment
-from trimtab.measure.meter_selection import find_meter, with_idle
+from trimtab.planner.search import precision_refusal
 from trimtab.tasks.placement import device_here
 
 _EXTRAS = {"rich": "cli", "typer": "cli", "matplotlib": "report", "sklearn": "tasks"}

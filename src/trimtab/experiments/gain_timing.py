@@ -18,8 +18,6 @@ from trimtab.core.hardware import DeviceSpec
 from trimtab.core.plan import Plan
 from trimtab.core.progress import Progress, silent
 from trimtab.core.step_phases import ArmPhases, RooflineBound, TimedGain, TimedRound
-from trimtab.decide.interleaving import turns
-from trimtab.decide.roofline import roof_of
 from trimtab.distributed.coordinator import ALONE, Coordinator
 from trimtab.distributed.sharded_loader import samples_of_rank, shard
 from trimtab.experiments.baselines.loop import MakeLoop, autocast, move
@@ -29,13 +27,15 @@ from trimtab.experiments.paired_runs.instrumented_loop import InstrumentedLoop, 
 from trimtab.experiments.paired_runs.plan_loops import ON_ANOTHER_RANK, PlanLoop, nonfinite_in, settling_steps
 from trimtab.measure.machine import device_spec, environment
 from trimtab.measure.memory_trace import Prepare, as_it_is, trace_work
-from trimtab.measure.process_state import ProcessState
 from trimtab.measure.timing import time_call
-from trimtab.runtime.activation_checkpoint import use_plan
-from trimtab.runtime.batch_splitting import BY_CONTAINERS
-from trimtab.runtime.compiled_call import is_compiled
+from trimtab.planner.cost_model import roof_of
+from trimtab.planner.statistics import turns
+from trimtab.settings.compiled import is_compiled
+from trimtab.settings.recompute import use_plan
+from trimtab.state.process_state import ProcessState
 from trimtab.tasks.placement import place_data, prefetch
 from trimtab.tasks.task import Task, TaskData
+from trimtab.training.batch_splitting import BY_CONTAINERS
 
 ROUNDS = 8
 _FEWEST = 2

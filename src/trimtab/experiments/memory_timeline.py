@@ -8,13 +8,13 @@ from functools import partial
 import torch
 
 from trimtab.api import start
+from trimtab.core.memory_model import StepMemory
 from trimtab.core.plan import Plan
-from trimtab.core.step_memory import StepMemory
 from trimtab.experiments.baselines.loop import autocast, move
 from trimtab.measure.memory_trace import Prepare, as_it_is, trace_step
-from trimtab.runtime.activation_checkpoint import use_plan
-from trimtab.runtime.batch_splitting import BY_CONTAINERS
+from trimtab.settings.recompute import use_plan
 from trimtab.tasks.task import Task, TaskData
+from trimtab.training.batch_splitting import BY_CONTAINERS
 
 
 def step_memory(task: Task, data: TaskData, device: torch.device, plan: Plan | None) -> StepMemory | None:

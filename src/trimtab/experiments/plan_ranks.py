@@ -9,19 +9,19 @@ from dataclasses import replace
 
 import torch
 
-from trimtab.calibrate.communication_profile import step_shape
 from trimtab.core.errors import ValueGivenError
-from trimtab.core.interconnect import LinkCalibration, ring_link
+from trimtab.core.hardware import LinkCalibration, ring_link
 from trimtab.core.objective import Budget, Objective
 from trimtab.core.plan import Plan
 from trimtab.core.profile import Profile
-from trimtab.decide.zero_stage import Stages, choose_stage, ways_of
 from trimtab.distributed.zero_stage_inputs import traces_of_ranks, with_traces
 from trimtab.experiments.task_plans import loop_of, profile_here, profile_there
 from trimtab.experiments.task_ranks import task_of_rank
 from trimtab.experiments.zero_stage_values import stage_figures
-from trimtab.measure.fake_cuda import FakeCudaMode
+from trimtab.measure.fake_tensors import FakeCudaMode
 from trimtab.measure.machine import device_name
+from trimtab.planner.zero_stage import Stages, choose_stage, ways_of
+from trimtab.profiling.communication_profile import step_shape
 from trimtab.tasks.placement import device_here
 from trimtab.tasks.task import Task
 

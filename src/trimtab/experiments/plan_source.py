@@ -10,10 +10,10 @@ from trimtab.core.objective import Budget, Objective
 from trimtab.core.plan import Plan
 from trimtab.core.profile import Profile
 from trimtab.core.units import format_bytes, format_joules, format_seconds
-from trimtab.decide import search_space
-from trimtab.decide.planner import choose, choose_there
 from trimtab.experiments.profile_text import profile_text
 from trimtab.experiments.recorded_plan import recorded_profile
+from trimtab.planner import search_space
+from trimtab.planner.plan_choice import choose, choose_there
 
 if TYPE_CHECKING:  # Imports torch, which is not needed for a recorded profile.
     from trimtab.api import Metering

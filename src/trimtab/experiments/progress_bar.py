@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from trimtab.core.printable import escape_control_characters
+from trimtab.core.serialization import escape_control_characters
 
 _REDRAW_S = 0.1
 

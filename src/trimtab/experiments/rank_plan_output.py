@@ -13,12 +13,12 @@ import torch
 from trimtab.core import validation
 from trimtab.core.errors import ValueGivenError
 from trimtab.core.objective import Budget, Objective
+from trimtab.core.parallelism import ENGINES
 from trimtab.core.plan import Plan
 from trimtab.core.serialization import is_stream, to_json, write_result, write_whole
-from trimtab.core.sharding_settings import ENGINES
-from trimtab.decide.zero_stage import Stages, stages_text
 from trimtab.distributed.deepspeed_backend import config_for
 from trimtab.experiments.plan_ranks import plan_ranks
+from trimtab.planner.zero_stage import Stages, stages_text
 from trimtab.tasks import load_task
 from trimtab.tasks.task import Task
 

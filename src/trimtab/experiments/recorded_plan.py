@@ -10,8 +10,8 @@ from trimtab.core.hardware import absent_device
 from trimtab.core.objective import Budget, Objective
 from trimtab.core.profile import Profile
 from trimtab.core.serialization import read_json
-from trimtab.decide.target_device_candidates import recorded_blocks, traced_for, with_blocks
-from trimtab.decide.target_device_candidates import recorded_traces as recorded_traces
+from trimtab.planner.target_device_candidates import recorded_blocks, traced_for, with_blocks
+from trimtab.planner.target_device_candidates import recorded_traces as recorded_traces
 
 
 def recorded_profile(path: str, budget: Budget, objective: Objective, device: str | None) -> Profile:

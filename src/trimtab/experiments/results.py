@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trimtab.core.bounded_read import read_text
 from trimtab.core.errors import FormatError
-from trimtab.core.record_summary import RunSummary, read_summary
+from trimtab.core.files import read_text
+from trimtab.core.record import RunSummary, read_summary
 from trimtab.core.serialization import from_jsonable, parse
 from trimtab.experiments.ablation.ablation_result import Ablation
 from trimtab.experiments.comparison.comparison_result import Comparison

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from trimtab.core.bounded_read import SMALL_JSON_BYTES, read_text
 from trimtab.core.errors import DamagedError
+from trimtab.core.files import SMALL_JSON_BYTES, read_text
 from trimtab.core.serialization import parse
 
 NAME = "settings.json"

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from trimtab.measure.process_state import ProcessState
+from trimtab.state.process_state import ProcessState
 from trimtab.tasks.task import Task
 
 _PLAIN = (bool, int, float, str, type(None))

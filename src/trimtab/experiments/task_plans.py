@@ -11,20 +11,20 @@ import torch
 
 from trimtab import api
 from trimtab.api import FREED, Metering, default_rule, profile
-from trimtab.calibrate.candidate_traces import MIN_SAMPLES
-from trimtab.calibrate.training_loop import TrainingLoop
-from trimtab.calibrate.training_settings_search import TRAINED, RunLength, require_rate, tune_plan
 from trimtab.core.energy_reading import Energy, sum_energy
 from trimtab.core.errors import InfeasibleError, ValueGivenError
 from trimtab.core.hardware import DeviceSpec
 from trimtab.core.objective import Budget, Objective, Reference
 from trimtab.core.plan import Plan
 from trimtab.core.profile import Profile
-from trimtab.decide.planner import choose
 from trimtab.experiments.baselines.loop import move
 from trimtab.experiments.baselines.strong import StrongLoop
 from trimtab.experiments.planning_energy import PlanningMeter
-from trimtab.runtime.muon import hidden_matrices
+from trimtab.planner.plan_choice import choose
+from trimtab.profiling.candidate_traces import MIN_SAMPLES
+from trimtab.profiling.training_loop import TrainingLoop
+from trimtab.profiling.training_settings_search import TRAINED, RunLength, require_rate, tune_plan
+from trimtab.settings.muon import hidden_matrices
 from trimtab.tasks.placement import device_here
 from trimtab.tasks.task import Task, TaskData
 

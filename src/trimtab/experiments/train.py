@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from trimtab.api import Metering, start
+from trimtab.carbon.intensity import Intensity
 from trimtab.checkpoint.config import Checkpoints
-from trimtab.core.carbon import Intensity
 from trimtab.core.errors import FormatError
 from trimtab.core.plan import Plan
 from trimtab.core.progress import Progress
@@ -21,18 +21,18 @@ from trimtab.core.record import Header
 from trimtab.core.serialization import to_jsonable
 from trimtab.distributed.process_group import job_position, total
 from trimtab.distributed.rank_energy import meter_of_rank
+from trimtab.energy.energy_meter import EnergyClock
 from trimtab.experiments.loss_term_counter import CountedTerms
 from trimtab.experiments.resumable_batches import ResumableBatches
 from trimtab.experiments.task_ranks import require_same_task
 from trimtab.experiments.train_record import record_of
 from trimtab.experiments.train_summary import TrainingPart, figures_of, told_carbon
-from trimtab.measure.energy_meter import EnergyClock
 from trimtab.measure.finite_check import nonfinite_parameter
 from trimtab.measure.machine import environment
 from trimtab.measure.timing import synchronize
-from trimtab.runtime.run import Run
 from trimtab.tasks.placement import device_here, place_data
 from trimtab.tasks.task import Task
+from trimtab.training.run import Run
 
 Note = tuple[str, Mapping[str, Any]]
 

@@ -7,14 +7,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from trimtab.carbon.job import RemainingWork, power_of, step_seconds
 from trimtab.checkpoint.config import Checkpoints
-from trimtab.core.datetimes import format_moment
 from trimtab.core.errors import ValueGivenError
 from trimtab.core.objective import Budget
 from trimtab.core.plan import Plan
 from trimtab.core.serialization import read_json
-from trimtab.decide.carbon_remaining_work import RemainingWork, power_of, step_seconds
-from trimtab.decide.multi_rank_plan import for_replicas
+from trimtab.core.units import format_moment
 from trimtab.distributed.process_group import job_position
 from trimtab.experiments.carbon_aware_training import CarbonRequest, schedule_of_rest, train_when_clean
 from trimtab.experiments.progress_bar import ProgressBar
@@ -22,6 +21,7 @@ from trimtab.experiments.sleep_until import Clock
 from trimtab.experiments.task_ranks import plan_on_ranks
 from trimtab.experiments.train import Note, TrainingOptions, train_part, train_whole
 from trimtab.experiments.train_summary import TrainingPart, figures_of
+from trimtab.planner.multi_rank_plan import for_replicas
 from trimtab.tasks.task import Task
 
 

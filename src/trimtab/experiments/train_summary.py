@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from trimtab.core.carbon import Carbon, Intensity, carbon_of, sum_carbon
+from trimtab.carbon.intensity import Carbon, Intensity, carbon_of, sum_carbon
 from trimtab.core.choice import Choice
 from trimtab.core.energy_reading import Energy, Provenance, sum_energy
 from trimtab.core.errors import ValueGivenError

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from trimtab.core.zero_stage_cost import ZeroStageCost
-from trimtab.decide.zero_stage import RefusedStage, StageCost, Stages
+from trimtab.core.plan import ZeroStageCost
+from trimtab.planner.zero_stage import RefusedStage, StageCost, Stages
 
 
 def stage_figures(stages: Stages) -> tuple[ZeroStageCost, ...]:

@@ -19,8 +19,7 @@ from trimtab.core import validation
 from trimtab.core.errors import ValueGivenError
 from trimtab.core.record import End, Event, Header, Line, RecordWriter, StepRecord
 from trimtab.distributed.process_group import job_position
-from trimtab.integrations.tracked_values import parameters, row
-from trimtab.integrations.trackers import CUT_OFF, Tracker
+from trimtab.integrations.trackers import CUT_OFF, Tracker, parameters, row
 
 CAPACITY_LINES = 2000  # Forty times the number of lines that a run writes at once.
 WAIT_S = 10.0

@@ -12,11 +12,10 @@ from torch import nn
 from trimtab.api import start
 from trimtab.core.errors import ValueGivenError
 from trimtab.core.objective import ASSUMED_REFERENCE, Reference
-from trimtab.core.plan import Plan
-from trimtab.core.remove_cuda_graphs import without_graphs
-from trimtab.core.sharding_settings import STAGES
+from trimtab.core.parallelism import STAGES
+from trimtab.core.plan import Plan, without_graphs
 from trimtab.distributed.process_group import limited_to
-from trimtab.runtime.run import Run
+from trimtab.training.run import Run
 
 # Seconds: the default timeout of torch's gloo groups. A checkpoint of the trainer may delay a rank for minutes.
 LIMIT_S = 1800.0

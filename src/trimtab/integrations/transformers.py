@@ -41,7 +41,7 @@ from trimtab.integrations.trainer_rules import (
     start_in_process_group,
 )
 from trimtab.losses import Summed
-from trimtab.runtime.run import Run
+from trimtab.training.run import Run
 
 # Fields of TrainingArguments that a plan decides or a run replaces, with hints.
 _PRECISION = "The plan decides the precision; to fix a precision, use plan=Plan.fixed(rows, precision=...)."

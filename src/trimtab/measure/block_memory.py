@@ -18,14 +18,13 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_iter
 
 from trimtab.core.block_costs import BlockChain, BlockChainModel, BlockCost
-from trimtab.core.operator_costs import Seen
+from trimtab.core.memory_model import Seen
 from trimtab.losses import mean_of
 from trimtab.measure.block_graph import BlockGraph
 from trimtab.measure.fake_tensors import FakeTensors
 from trimtab.measure.memory_trace import Prepare, as_it_is
-from trimtab.measure.operator_workspace import CallMemory, OperatorCall, WorkspaceTooLarge, measure_calls
 from trimtab.measure.storage_lifetimes import Autocast, LossFn, cannot_trace
-from trimtab.measure.storage_tracker import StorageTracker
+from trimtab.measure.storage_tracker import CallMemory, OperatorCall, StorageTracker, WorkspaceTooLarge, measure_calls
 
 
 class BlockMemoryTrace(NamedTuple):

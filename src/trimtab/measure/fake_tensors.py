@@ -5,11 +5,133 @@ from __future__ import annotations
 import copy
 import logging
 from typing import Any, TypeVar
+from unittest import mock
 
 import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 
 from trimtab.core.errors import DependencyError
 from trimtab.measure.dispatch_mode import come_back, stand_back
+
+# Emulation of CUDA for fake tensors on a CPU: fused attention, dropout masks, and autocast's list of fp32
+# operators.
+
+# Operators that autocast computes in fp32 on CUDA, and operators with an fp32 result, by name in any torch namespace
+# (ATen/autocast_mode.h). A loss composed of several operators belongs to the first group.
+_COMPUTED = """
+    acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan pow __pow__ __rpow__ softplus
+    layer_norm rms_norm group_norm cosine_similarity poisson_nll_loss cosine_embedding_loss nll_loss
+    hinge_embedding_loss kl_div l1_loss smooth_l1_loss huber_loss mse_loss margin_ranking_loss
+    multilabel_margin_loss soft_margin_loss triplet_margin_loss multi_margin_loss binary_cross_entropy_with_logits
+    cross_entropy dist pdist cdist renorm logsumexp interpolate upsample normalize
+"""
+_RETURNED = "prod softmax log_softmax cumprod cumsum vector_norm matrix_norm norm sum"
+_MOST_FLASH = 256  # maximum head size of flash attention
+# Private; if missing, backward behaves as on a CPU.
+_ENGINE: Any = getattr(torch.autograd.Variable, "_execution_engine", None)
+_attend, _softmax, _drop_out = F.scaled_dot_product_attention, F.softmax, F.dropout
+
+
+def _everywhere(names: str) -> frozenset[Any]:
+    places = (torch, Tensor, F, torch.linalg)
+    return frozenset(getattr(place, name) for place in places for name in names.split() if hasattr(place, name))
+
+
+_IN_FP32, _TO_FP32 = _everywhere(_COMPUTED), _everywhere(_RETURNED)
+
+
+class FakeCudaMode(TorchFunctionMode):
+    """Torch function mode for fake CPU tensors, under which calls take the same memory and time as on CUDA."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is Tensor.backward and _is_plain(args[0], **kwargs):
+            with self:  # so that recomputation by activation checkpointing runs in this mode too
+                return _backward(args[0], kwargs.get("gradient"))
+        if func is _attend:
+            return _attention(*args, **kwargs)
+        if func is _drop_out:
+            return _dropout(*args, **kwargs)
+        # Calls the functions below internally, where this mode does not see them.
+        if func is F.multi_head_attention_forward:
+            ours: dict[str, Any] = {
+                "scaled_dot_product_attention": _attention,
+                "softmax": _softmax_in_fp32,
+                "dropout": _dropout,
+            }
+            with mock.patch.multiple(F, **ours):
+                return func(*args, **kwargs)
+        if torch.is_autocast_enabled("cpu"):
+            if func in _IN_FP32:
+                args = tuple(_in_fp32(each) for each in args)
+                kwargs = {name: _in_fp32(each) for name, each in kwargs.items()}
+            elif func in _TO_FP32 and args and _is_half(args[0]) and kwargs.get("dtype") is None:
+                kwargs = kwargs | {"dtype": torch.float32}
+        return func(*args, **kwargs)
+
+
+def _is_plain(tensor: Tensor, gradient: Tensor | None = None, **others: Any) -> bool:
+    """Return True for the backward of a loss into all leaves, if torch's engine is accessible."""
+    return _ENGINE is not None and (gradient is not None or tensor.numel() == 1) and not any(others.values())
+
+
+def _backward(tensor: Tensor, gradient: Tensor | None) -> None:
+    """Run the backward by torch's engine directly: the public function leaves this mode first."""
+    seed = torch.ones_like(tensor) if gradient is None else gradient
+    _ENGINE.run_backward((tensor,), (seed,), False, False, (), allow_unreachable=True, accumulate_grad=True)
+
+
+def _softmax_in_fp32(scores: Tensor, dim: int) -> Tensor:
+    half = _is_half(scores) and torch.is_autocast_enabled("cpu")
+    return _softmax(scores, dim, dtype=torch.float32 if half else None)
+
+
+def _dropout(values: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+    """Return dropout with a mask of 1 byte per element, as on CUDA; a CPU keeps a floating-point factor."""
+    if inplace or not training or not 0 < p < 1 or not values.numel():
+        return _drop_out(values, p, training, inplace)
+    return torch.native_dropout(values, p, True)[0]
+
+
+def _is_half(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.dtype in (torch.bfloat16, torch.float16)
+
+
+def _in_fp32(value: Any) -> Any:
+    return value.float() if _is_half(value) else value
+
+
+def _attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """Return attention by the kernel used on CUDA, or by the composite implementation if CUDA has no kernel."""
+    if torch.is_autocast_enabled("cpu"):
+        dtype = torch.get_autocast_dtype("cpu")
+        query, key, value = (each.to(dtype) for each in (query, key, value))
+    if query.dim() != 4 or enable_gqa:
+        return _attend(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+    attended: Tensor
+    is_half, fits = query.dtype is not torch.float32, max(query.shape[-1], value.shape[-1]) <= _MOST_FLASH
+    if is_half and fits and attn_mask is None:
+        kernel = torch.ops.aten._scaled_dot_product_flash_attention
+        attended = kernel(query, key, value, dropout_p, is_causal, False, scale=scale)[0]
+        return attended
+    if attn_mask is not None:
+        attn_mask = attn_mask.to(query.dtype).expand(*query.shape[:-1], key.shape[-2])
+    kernel = torch.ops.aten._scaled_dot_product_efficient_attention
+    keeps = any(each.requires_grad for each in (query, key, value))
+    attended = kernel(query, key, value, attn_mask, keeps, dropout_p, is_causal, scale=scale)[0]
+    return attended
+
 
 T = TypeVar("T")
 

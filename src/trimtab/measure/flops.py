@@ -17,8 +17,51 @@ from torch.utils.flop_counter import (
     sdpa_flop_count,
 )
 
-from trimtab.measure import chunked_loss
 from trimtab.measure.dispatch_mode import run_compiled_eagerly
+
+# torch's chunked linear cross-entropy, a single operator in traces.
+
+_NAME = "_linear_cross_entropy_batch_chunked"  # since torch 2.13
+
+
+def _operator() -> Any:
+    return getattr(getattr(torch.ops, "torch_nn", None), _NAME, None)
+
+
+def _load() -> Callable[..., Any] | None:
+    try:
+        from torch.nn.modules import linear_cross_entropy
+    except ImportError:
+        return None
+    return getattr(getattr(linear_cross_entropy, _NAME, None), "_init_fn", None)
+
+
+_PYTHON = _load()
+CHUNKED_LOSS = None if _PYTHON is None else _operator()
+
+
+def python_of(operator: Any) -> Callable[..., Any] | None:
+    """Return the Python implementation of the chunked loss operator, or None for any other operator.
+
+    torch keeps the implementation private. If it is missing, the operator's internal memory is not traced.
+    """
+    is_it = CHUNKED_LOSS is not None and getattr(operator, "overloadpacket", None) is CHUNKED_LOSS
+    return _PYTHON if is_it else None
+
+
+def chunked_loss_flops(
+    features: Any, weight: Any, *args: Any, out_shape: Any = None, out_val: Any = None, **kwargs: Any
+) -> int:
+    """Return the FLOP of a call: logits, and the requested gradients of features and weight.
+
+    Args:
+        features: Tensor of shape (N, D), or the shape.
+        weight: Tensor of shape (V, D), or the shape.
+    """
+    rows, width = features.shape if isinstance(features, Tensor) else features
+    words = (weight.shape if isinstance(weight, Tensor) else weight)[0]
+    wanted = args[-3:-1]  # for features and weight; the last flag is for the bias
+    return 2 * rows * width * words * (1 + sum(map(bool, wanted)))
 
 
 def count_flops(function: Callable[[], object]) -> float | None:
@@ -122,7 +165,7 @@ def _cpu_attention() -> dict[Any, Any]:
 
 
 def _chunked_loss() -> dict[Any, Any]:
-    return {} if chunked_loss.OPERATOR is None else {chunked_loss.OPERATOR: chunked_loss.flops}
+    return {} if CHUNKED_LOSS is None else {CHUNKED_LOSS: chunked_loss_flops}
 
 
 _OWN = {operator.default: formula for operator, formula in _own_formulas().items()}

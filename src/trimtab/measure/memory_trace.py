@@ -15,10 +15,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from trimtab.core.errors import ValueGivenError
-from trimtab.core.memory_model import PeakMemoryModel
-from trimtab.core.operator_costs import Seen, StepWork, operations
-from trimtab.core.step_memory import StepMemory
-from trimtab.core.trace_alignment import aligned_peaks
+from trimtab.core.memory_model import PeakMemoryModel, Seen, StepMemory, StepWork, aligned_peaks, operations
 from trimtab.measure.fake_tensors import FakeTensors
 from trimtab.measure.storage_lifetimes import Autocast, LossFn, Marks, TracedStep, cannot_trace, make_state
 from trimtab.measure.storage_tracker import StorageTracker

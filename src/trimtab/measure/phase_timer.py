@@ -21,9 +21,8 @@ from torch.utils._pytree import tree_iter
 
 from trimtab.losses import parts_of
 from trimtab.measure.blocks import find_parts
-from trimtab.measure.overhead_timer import stamp
 from trimtab.measure.recompute_listeners import listen_to_recomputation
-from trimtab.measure.step_timer import seconds_between, wait_for
+from trimtab.measure.timing import seconds_between, stamp, wait_for
 
 Label = tuple[str, str]  # phase, and class of module or ""
 _REST: Label = ("rest", "")

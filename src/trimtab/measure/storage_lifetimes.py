@@ -13,11 +13,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trimtab.core.errors import ModelError
-from trimtab.core.operator_costs import Seen
-from trimtab.core.step_memory import PARTS, BlockMemory, MemorySample, StepMemory
+from trimtab.core.memory_model import PARTS, BlockMemory, MemorySample, Seen, StepMemory
 from trimtab.losses import mean_of
-from trimtab.measure.operator_workspace import CallMemory, OperatorCall, WorkspaceTooLarge, measure_calls
-from trimtab.measure.storage_tracker import StorageTracker
+from trimtab.measure.storage_tracker import CallMemory, OperatorCall, StorageTracker, WorkspaceTooLarge, measure_calls
 
 LossFn = Callable[[nn.Module, Any], Any]
 Autocast = Callable[[], contextlib.AbstractContextManager[Any]]

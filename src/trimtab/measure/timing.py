@@ -3,10 +3,201 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 import torch
+from torch import Tensor
+
+# Overhead of measurements in seconds, on the host and on the device.
+
+
+class OverheadTimer:
+    """Timer of the overhead that measuring adds to a step, on the host and in the CUDA stream.
+
+    Attributes:
+        host_s: Host seconds of overhead during the measured work.
+        outside_s: Host seconds of overhead before and after the measured work.
+    """
+
+    def __init__(self) -> None:
+        self.host_s = self.outside_s = 0.0
+        self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+        self._marks: list[tuple[float, int]] = []
+
+    @contextlib.contextmanager
+    def span(self, device: torch.device) -> Iterator[None]:
+        """Time the context as overhead, on the host and in the device's stream."""
+        start, begin = time.perf_counter(), stamp(device)
+        try:
+            yield
+        finally:
+            end = stamp(device)
+            if begin is not None and end is not None:
+                self._events.append((begin, end))
+            self.host_s += time.perf_counter() - start
+
+    def read(self) -> float:
+        """Return the total overhead in seconds: the larger of host and device time. Waits for the device."""
+        return max(self.host_s + self.outside_s, self._device_s())
+
+    def mark(self) -> None:
+        """Save the current overhead."""
+        self._marks.append((self.host_s, len(self._events)))
+
+    def amid(self, since: int | None = None) -> float:
+        """Return the slow-down of the measured work in seconds, by the device's clock if there is one.
+
+        Args:
+            since: Index of a mark to start from, up to the last mark; None for the total.
+        """
+        if since is None:
+            return self._device_s() if self._events else self.host_s
+        (start_s, start), (end_s, end) = self._marks[since], self._marks[-1]
+        return self._device_s(slice(start, end)) if self._events else end_s - start_s
+
+    def _device_s(self, which: slice = slice(None)) -> float:
+        if self._events:
+            self._events[-1][1].synchronize()
+        milliseconds: float = sum(begin.elapsed_time(end) for begin, end in self._events[which])
+        return milliseconds / 1e3
+
+
+def stamp(device: torch.device) -> torch.cuda.Event | None:
+    """Record and return an event in the device's current stream; None for a device other than CUDA."""
+    if device.type != "cuda":
+        return None
+    event = torch.cuda.Event(enable_timing=True)
+    event.record(torch.cuda.current_stream(device))
+    return event
+
+
+# Times of a window: drawing data, start of each loader batch, and end of the optimizer step.
+
+_Stamp = float | torch.cuda.Event
+
+
+@dataclass(frozen=True)
+class StepSeconds:
+    """Times of a window in seconds.
+
+    Attributes:
+        batch_s: Time of each loader batch but the last.
+        window_s: Time from the opening of the window to the end of the step.
+        drawing_s: Time for drawing the batches.
+    """
+
+    batch_s: tuple[float, ...]
+    window_s: float
+    drawing_s: float
+
+
+class StepTimer:
+    """Time stamps of a window; on CUDA, events that are read later."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stamps: list[_Stamp] = []
+        self._aside: list[_Stamp] = []
+        self._drawing: list[_Stamp] = []
+
+    @contextlib.contextmanager
+    def drawing(self) -> Iterator[None]:
+        """Time the drawing of the next window's batches."""
+        start = self._now()
+        yield
+        self._drawing = [start, self._now()]
+
+    def open(self) -> None:
+        """Mark the start of a window."""
+        self._stamps, self._aside = [self._now()], []
+
+    def begin(self) -> None:
+        """Mark the start of a loader batch."""
+        self._stamps.append(self._now())
+
+    @contextlib.contextmanager
+    def aside(self) -> Iterator[None]:
+        """Exclude the time inside the context from the window."""
+        self._aside = [self._now()]
+        yield
+        self._aside.append(self._now())
+
+    def drop(self) -> None:
+        """Discard the stamps of a skipped or unmeasured window."""
+        for stamps in (self._stamps, self._aside, self._drawing):
+            stamps.clear()
+
+    def end(self) -> StepTimeStamps:
+        """Mark the end of the step, and return the stamps for later reading."""
+        stamps, self._stamps = [*self._stamps, self._now()], []
+        aside, self._aside = self._aside, []
+        drawing, self._drawing = self._drawing, []
+        return StepTimeStamps(stamps, aside, drawing)
+
+    def _now(self) -> _Stamp:
+        event = stamp(self._device)
+        return time.perf_counter() if event is None else event
+
+
+class StepTimeStamps:
+    """Time stamps of a completed window."""
+
+    def __init__(self, stamps: list[_Stamp], *others: list[_Stamp]) -> None:
+        self._stamps, self._others = stamps, others
+
+    def wait(self) -> None:
+        """Wait for the end of the window on the device."""
+        wait_for(self._stamps[-1])
+
+    def read(self) -> StepSeconds:
+        """Return the times; waits only for the end of this window."""
+        self.wait()
+        each = [seconds_between(before, after) for before, after in itertools.pairwise(self._stamps)]
+        aside_s, drawing_s = (seconds_between(*both) if both else 0.0 for both in self._others)
+        return StepSeconds(tuple(each[1:-1]), sum(each) - aside_s, drawing_s)
+
+
+def wait_for(stamp: _Stamp) -> None:
+    """Wait until the device has passed a time stamp."""
+    if isinstance(stamp, torch.cuda.Event):
+        stamp.synchronize()
+
+
+def seconds_between(before: _Stamp, after: _Stamp) -> float:
+    """Return the seconds between two time stamps of the same clock. Events must have completed."""
+    if isinstance(before, torch.cuda.Event):
+        assert isinstance(after, torch.cuda.Event)
+        milliseconds: float = before.elapsed_time(after)
+        return milliseconds / 1e3
+    assert isinstance(after, float)
+    return after - before
+
+
+# Asynchronous copies of scalars from device to host, read a window later without a synchronization.
+
+
+class AsyncScalar:
+    """Asynchronous host copy of a small tensor (pinned memory, non-blocking)."""
+
+    def __init__(self, values: Tensor) -> None:
+        values = values.detach()
+        self._arrived: torch.cuda.Event | None = None
+        if values.is_cuda:
+            self._host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+            self._host.copy_(values, non_blocking=True)
+            self._arrived = stamp(values.device)
+        else:
+            self._host = values
+
+    def read(self) -> list[float]:
+        """Return the values. Waits only for the copy, not for later work on the device."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        values: list[float] = self._host.double().reshape(-1).tolist()
+        return values
 
 
 def synchronize(device: torch.device) -> None:

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from trimtab.checkpoint.async_save import AsyncSaver
+from trimtab.checkpoint.manager import AsyncSaver
 
 
 def fail():

@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trimtab.checkpoint import checksums
-from trimtab.checkpoint.checksums import FileBuffer, crc32_of_chunks
+from trimtab.checkpoint import manifest
+from trimtab.checkpoint.manifest import FileBuffer, crc32_of_chunks
 
 CONTENT = random.Random(0).randbytes(3_500_000)
 
@@ -52,7 +52,7 @@ def cut(size, chance, mean):
 @pytest.mark.parametrize("mean", [50, 10_000, 2_000_000])  # more pieces than a call takes; fewer; larger than one
 @pytest.mark.parametrize("chunk", [2**26, 1_200_001])
 def test_what_is_kept_is_the_file_and_its_sums_are_zlibs(path, monkeypatch, mean, chunk):
-    monkeypatch.setattr(checksums, "CHUNK_BYTES", chunk)
+    monkeypatch.setattr(manifest, "CHUNK_BYTES", chunk)
     expected = tuple(f"{zlib.crc32(CONTENT[at : at + chunk]):08x}" for at in range(0, len(CONTENT), chunk))
     pieces, room = room_of(cut(len(CONTENT), random.Random(mean), mean))
     assert sums(path, len(CONTENT), room) == sums(path, len(CONTENT)) == expected
@@ -94,13 +94,13 @@ def test_a_part_is_the_memory_between(sizes, data):
 
 def test_without_the_faster_library_the_sums_are_the_same(path, monkeypatch):
     pytest.importorskip("zlib_ng")
-    assert checksums.crc32 is not zlib.crc32
+    assert manifest.crc32 is not zlib.crc32
     expected = sums(path, len(CONTENT))
     try:
         with monkeypatch.context() as without:
             without.setitem(sys.modules, "zlib_ng.zlib_ng", None)
-            importlib.reload(checksums)
-            assert checksums.crc32 is zlib.crc32
+            importlib.reload(manifest)
+            assert manifest.crc32 is zlib.crc32
             assert sums(path, len(CONTENT)) == expected
     finally:
-        importlib.reload(checksums)
+        importlib.reload(manifest)

@@ -154,7 +154,7 @@ def test_a_record_that_cannot_be_set_aside_stays(tmp_path, monkeypatch, call):
         raise OSError(28, "No space left on device")
 
     with RecordWriter(path, OWN, continues=True) as writer:
-        monkeypatch.setattr(f"trimtab.core.append_only_file.os.{call}", full)
+        monkeypatch.setattr(f"trimtab.core.files.os.{call}", full)
         with pytest.raises(SaveError):
             writer.end()
         monkeypatch.undo()

@@ -21,10 +21,9 @@ from trimtab.checkpoint import atomic_directory, manager, rank_checkpoints, stat
 from trimtab.checkpoint.atomic_directory import committed_folders
 from trimtab.checkpoint.batch_size_log import BatchSizeLog
 from trimtab.checkpoint.compatibility import MUST_MATCH, class_of, device_of
-from trimtab.checkpoint.manifest import manifest_of
+from trimtab.checkpoint.manifest import manifest_of, said_of
 from trimtab.checkpoint.rank_checkpoints import RankCommunication
 from trimtab.checkpoint.run_lock import locked
-from trimtab.checkpoint.run_metadata import said_of
 from trimtab.checkpoint.verified_read import VerifiedReader
 from trimtab.core.errors import (
     DamagedError,

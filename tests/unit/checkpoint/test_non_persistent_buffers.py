@@ -10,10 +10,10 @@ from raising import raises
 from torch import nn
 
 import trimtab
-from trimtab.checkpoint.non_persistent_buffers import hidden_of, loading_hidden
+from trimtab.checkpoint.manifest import prefix_of
 from trimtab.checkpoint.rank_checkpoints import RankCommunication
-from trimtab.checkpoint.state_file_names import prefix_of
 from trimtab.checkpoint.state_files import read_state, write_state
+from trimtab.checkpoint.train_state import hidden_of, loading_hidden
 from trimtab.core.errors import FormatError, ModelError
 from trimtab.core.record import Header, read_record
 

@@ -11,12 +11,12 @@ import pytest
 import torch
 from raising import raises
 
+from trimtab.checkpoint.manifest import prefix_of
 from trimtab.checkpoint.rank_checkpoints import RankCommunication, require_kept
-from trimtab.checkpoint.state_file_names import prefix_of
 from trimtab.checkpoint.state_files import digest_of, read_state, write_state
 from trimtab.core.errors import FormatError, RankError, ValueGivenError
 from trimtab.core.plan import Plan
-from trimtab.measure.random_state import loading_random_state, random_state
+from trimtab.state.random_state import loading_random_state, random_state
 
 
 @pytest.fixture

@@ -6,9 +6,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from trimtab.checkpoint import save_interval
+from trimtab.checkpoint import manager
 from trimtab.checkpoint.config import Checkpoints
-from trimtab.checkpoint.save_interval import SaveInterval
+from trimtab.checkpoint.manager import SaveInterval
 
 
 def kept(monkeypatch, window_s, windows, *, every_s=600.0):
@@ -18,7 +18,7 @@ def kept(monkeypatch, window_s, windows, *, every_s=600.0):
         window_s: takes a window's number.
     """
     now, said, asked = [0.0], {}, []
-    monkeypatch.setattr(save_interval, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(manager, "time", SimpleNamespace(monotonic=lambda: now[0]))
 
     def first(make, about):
         said[about] = make()

@@ -9,7 +9,7 @@ import torch
 from raising import raises
 from torch import nn
 
-from trimtab.checkpoint import shard_files
+from trimtab.checkpoint import sharded_checkpoint
 from trimtab.checkpoint.rank_checkpoints import require_kept
 from trimtab.checkpoint.sharded_checkpoint import ShardedState, WithoutParameters, merge_shards
 from trimtab.core.errors import FormatError, ModelError, OptimizerError, ValueGivenError
@@ -103,7 +103,7 @@ def test_a_model_of_another_type_is_refused(tmp_path, monkeypatch):
         name: SimpleNamespace(size=each.shape, properties=SimpleNamespace(dtype=each.dtype))
         for name, each in shards.tensors().items()
     }
-    monkeypatch.setattr(shard_files, "stored_tensors", lambda folder: files)
+    monkeypatch.setattr(sharded_checkpoint, "stored_tensors", lambda folder: files)
     ShardedState(model, optimizer, tmp_path).loading(shards.state_dict())
     other, its = loop()
     other[2].double()
@@ -122,10 +122,10 @@ def test_what_ranks_said_of_their_shards_is_put_together():
 
 def test_files_that_are_no_shards_are_named(tmp_path):
     (tmp_path / "tensors.safetensors").write_bytes(b"not looked at")
-    assert dict(shard_files.stored_tensors(tmp_path)) == {}
+    assert dict(sharded_checkpoint.stored_tensors(tmp_path)) == {}
     (tmp_path / "shard-00001-model-00001-of-00001.safetensors").write_bytes(b"no shard")
     with raises(FormatError, code="shards.unreadable"):
-        shard_files.stored_tensors(tmp_path)
+        sharded_checkpoint.stored_tensors(tmp_path)
 
 
 def test_shards_are_not_written_beside_the_training():

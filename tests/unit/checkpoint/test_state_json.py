@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from raising import raises
 
-from trimtab.checkpoint.state_json import MAX_DEPTH, pack, unpack
+from trimtab.checkpoint.state_files import MAX_DEPTH, pack, unpack
 from trimtab.core.errors import FormatError
 
 floats = st.floats() | st.integers(0, 2**64 - 1).map(lambda bits: struct.unpack(">d", bits.to_bytes(8, "big"))[0])

@@ -17,9 +17,8 @@ from hypothesis import strategies as st
 from raising import raises
 from torch import nn
 
-from trimtab.checkpoint.state_file_names import TENSORS, TREE
-from trimtab.checkpoint.state_files import digest_of, read_state, write_state
-from trimtab.checkpoint.tensor_packing import Packer, snapshot
+from trimtab.checkpoint.manifest import TENSORS, TREE
+from trimtab.checkpoint.state_files import Packer, digest_of, read_state, snapshot, write_state
 from trimtab.core.errors import DependencyError, FormatError, SaveError
 
 BITS = torch.tensor(range(256), dtype=torch.uint8)

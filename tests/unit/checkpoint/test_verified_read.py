@@ -14,11 +14,9 @@ from raising import raises
 from saving import gone_on_from, loaded, save
 from test_tensor_packing import BITS, BOMBS, TYPES, assert_same, header
 
-from trimtab.checkpoint import atomic_directory, checksums, verified_read
+from trimtab.checkpoint import atomic_directory, manifest, verified_read
 from trimtab.checkpoint.atomic_directory import newest_good, verify, write_manifest
-from trimtab.checkpoint.checksums import FileBuffer
-from trimtab.checkpoint.manifest import NAME
-from trimtab.checkpoint.state_file_names import TENSORS, TREE
+from trimtab.checkpoint.manifest import NAME, TENSORS, TREE, FileBuffer
 from trimtab.checkpoint.state_files import read_state, write_state
 from trimtab.checkpoint.verified_read import VerifiedReader
 from trimtab.core.errors import DamagedError, FormatError
@@ -108,7 +106,7 @@ def test_nothing_is_to_be_had_of_what_was_damaged(tmp_path):
 
 
 def test_what_cannot_be_read_holds_no_memory(tmp_path, monkeypatch):
-    monkeypatch.setattr(checksums, "CHUNK_BYTES", 4096)  # so that threads read it
+    monkeypatch.setattr(manifest, "CHUNK_BYTES", 4096)  # so that threads read it
     for step in (1, 2):
         save(tmp_path, step)
     rooms, whole = [], os.preadv

@@ -9,8 +9,8 @@ import tracemalloc
 import pytest
 from raising import raises
 
-from trimtab.core.append_only_file import AppendOnlyFile
 from trimtab.core.errors import FormatError, SaveError
+from trimtab.core.files import AppendOnlyFile
 from trimtab.core.record import Header, RecordWriter
 from trimtab.core.serialization import write_whole
 

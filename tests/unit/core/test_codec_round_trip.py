@@ -20,12 +20,12 @@ from hypothesis import strategies as st
 from raising import raises
 
 from trimtab.core.block_costs import BlockChain, BlockChainModel, BlockCost, ExpensivePart
+from trimtab.core.choice import Note
 from trimtab.core.energy_reading import MeterFacts, PowerLimit, Provenance
 from trimtab.core.errors import FormatError
 from trimtab.core.hardware import DeviceSpec
-from trimtab.core.memory_model import PeakMemoryModel
+from trimtab.core.memory_model import Operation, PeakMemoryModel
 from trimtab.core.objective import PRECISIONS, Budget, Objective, Reference
-from trimtab.core.operator_costs import Operation
 from trimtab.core.plan import (
     ALLOCATORS,
     MEMORY_LAYOUTS,
@@ -37,12 +37,11 @@ from trimtab.core.plan import (
     Plan,
     Rejected,
     SplitCheck,
+    ZeroStageCost,
 )
-from trimtab.core.plan_note import Note
 from trimtab.core.profile import Candidate, LoopFacts, Profile, RecomputableBlocks, TracedBlocks, TracedCandidate, Trial
 from trimtab.core.record import End, Evaluation, Event, Header, RunRecord, StepRecord, read_record, write_record
 from trimtab.core.serialization import from_json, from_jsonable, read_json, to_json, to_jsonable, write_result
-from trimtab.core.zero_stage_cost import ZeroStageCost
 
 text = st.text(max_size=12)
 counts = st.integers(0, 2**62)

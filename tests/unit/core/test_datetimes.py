@@ -8,8 +8,8 @@ import math
 import pytest
 from raising import raises
 
-from trimtab.core.datetimes import format_moment, parse_duration, parse_moment, time_of
 from trimtab.core.errors import ValueGivenError
+from trimtab.core.units import format_moment, parse_duration, parse_moment, time_of
 
 NOW = datetime.datetime(2026, 3, 1, tzinfo=datetime.UTC).timestamp()
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from raising import raises
 
 from trimtab.core.errors import ValueGivenError
-from trimtab.core.interconnect import LINKS, USUAL, Link, absent_link, over_nodes, ring_link
+from trimtab.core.hardware import LINKS, USUAL, Link, absent_link, over_nodes, ring_link
 from trimtab.core.parallelism import Parallelism, StepShape
 from trimtab.core.serialization import from_json, to_json
 

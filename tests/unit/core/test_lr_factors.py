@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trimtab.core.lr_factors import FINAL_FRACTION, WARMUP_FRACTION, factor_of, warmup_cosine, warmup_linear
+from trimtab.core.batch_rule import FINAL_FRACTION, WARMUP_FRACTION, factor_of, warmup_cosine, warmup_linear
 
 progresses = st.floats(0, 1)
 

@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from raising import raises
 
+from trimtab.core.choice import Note
 from trimtab.core.errors import FormatError, UsageError, ValueGivenError
 from trimtab.core.objective import Reference
 from trimtab.core.plan import Choice, Effect, MeasuredCost, Plan, Rejected, SplitCheck
-from trimtab.core.plan_note import Note
 from trimtab.core.serialization import from_json, to_json
 
 VALUES = {

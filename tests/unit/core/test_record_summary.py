@@ -9,8 +9,18 @@ import pytest
 
 from trimtab.core import record as record_module
 from trimtab.core.errors import FormatError
-from trimtab.core.record import End, Evaluation, Event, Header, RecordWriter, StepRecord, read_lines, read_record
-from trimtab.core.record_summary import read_summary, summary_of
+from trimtab.core.record import (
+    End,
+    Evaluation,
+    Event,
+    Header,
+    RecordWriter,
+    StepRecord,
+    read_lines,
+    read_record,
+    read_summary,
+    summary_of,
+)
 from trimtab.experiments.comparison.comparison_statistics import trained
 
 

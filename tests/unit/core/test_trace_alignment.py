@@ -7,8 +7,7 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trimtab.core.memory_model import PeakMemoryModel
-from trimtab.core.trace_alignment import aligned_peaks
+from trimtab.core.memory_model import PeakMemoryModel, aligned_peaks
 
 
 def held(changes):

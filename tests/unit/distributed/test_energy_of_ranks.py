@@ -11,8 +11,8 @@ from trimtab.core.energy_reading import OTHER_RANKS, Energy, MeterFacts, Provena
 from trimtab.distributed import rank_energy
 from trimtab.distributed.process_group import JobPosition
 from trimtab.distributed.rank_energy import MeterPlacement, RankMeter, meter_of_rank, reads_of
-from trimtab.measure.energy_meter import GivenWatts, NoMeter
-from trimtab.measure.meter_selection import Metering, ReadCounters, SelectedMeter
+from trimtab.energy.energy_meter import GivenWatts, NoMeter
+from trimtab.energy.meter_selection import Metering, ReadCounters, SelectedMeter
 
 OWN = Energy(2.0, 30.0, Provenance.MEASURED, ("rapl package-0",))
 MEASURED = MeterFacts(Provenance.MEASURED, ("rapl package-0",), 10.0)

@@ -9,8 +9,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from trimtab.distributed import unix_socket_gather as module
-from trimtab.distributed.unix_socket_gather import MOST_RANKS, host_mesh
+from trimtab.distributed import host_gather as module
+from trimtab.distributed.host_gather import MOST_RANKS, host_mesh
 
 
 class World:

@@ -8,8 +8,8 @@ import pytest
 import torch
 from ranks import run_ranks
 
-from trimtab.distributed import oversubscription
-from trimtab.distributed.oversubscription import RankPlacement, oversubscribed_resource, resource_of_placements
+from trimtab.distributed import cpu_affinity
+from trimtab.distributed.cpu_affinity import RankPlacement, oversubscribed_resource, resource_of_placements
 
 FOUR = (0, 1, 2, 3)
 
@@ -58,8 +58,8 @@ def test_devices_are_told_apart_by_their_own_names():
 
 def test_one_process_says_what_it_has(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(oversubscription, "own_cores", lambda: frozenset(FOUR))
-    monkeypatch.setattr(oversubscription, "quotas", lambda: {"pod": 2.0})
+    monkeypatch.setattr(cpu_affinity, "own_cores", lambda: frozenset(FOUR))
+    monkeypatch.setattr(cpu_affinity, "quotas", lambda: {"pod": 2.0})
     for threads, said in ((2, ""), (3, "cores")):
         monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
         assert oversubscribed_resource() == said

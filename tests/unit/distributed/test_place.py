@@ -11,8 +11,7 @@ from raising import raises
 
 from trimtab.core.errors import UsageError, ValueGivenError
 from trimtab.distributed import process_group as group_module
-from trimtab.distributed.error_propagation import ErrorStore
-from trimtab.distributed.host_gather import RankExchange
+from trimtab.distributed.host_gather import ErrorStore, RankExchange
 from trimtab.distributed.process_group import JobPosition, job_position, process_group
 
 

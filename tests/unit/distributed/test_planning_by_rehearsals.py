@@ -8,17 +8,16 @@ from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "decide"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "planner"))
 
 from simulated_machine import MIB
 from test_rank_stages import ACCELERATOR, RANKS, calibration, profile_of, shape, traces_of
 
-from trimtab.core.dry_run_result import DryRunResult
 from trimtab.core.errors import InfeasibleError
 from trimtab.core.plan import Plan
-from trimtab.decide.dry_run_selection import MOST_REHEARSALS, by_default, way_of
 from trimtab.distributed import plan_on_ranks
 from trimtab.distributed.zero_stage_inputs import StageMeasurements
+from trimtab.planner.dry_run_selection import MOST_REHEARSALS, DryRunResult, by_default, way_of
 
 
 class Planted:

@@ -11,15 +11,15 @@ from torch import nn
 from torch.distributed import distributed_c10d as c10d
 
 import trimtab
-from trimtab.calibrate.communication_profile import step_shape
 from trimtab.core.errors import InfeasibleError, UsageError, ValueGivenError
 from trimtab.core.objective import Budget, Objective
 from trimtab.core.parallelism import StepShape
 from trimtab.core.plan import Plan
 from trimtab.core.progress import silent
-from trimtab.decide.planner import choose
 from trimtab.distributed import backend_selection, plan_on_ranks, zero_stage_inputs
 from trimtab.losses import Summed
+from trimtab.planner.plan_choice import choose
+from trimtab.profiling.communication_profile import step_shape
 
 
 def test_a_link_that_cannot_be_timed_leaves_the_sending_as_it_is(monkeypatch):

@@ -9,7 +9,7 @@ import threading
 import pytest
 import torch.distributed as dist
 
-from trimtab.distributed.unix_socket_gather import SocketMesh
+from trimtab.distributed.host_gather import SocketMesh
 
 
 def meshes(ranks: int, timeout_s: float = 5.0) -> list[SocketMesh]:

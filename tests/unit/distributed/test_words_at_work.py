@@ -10,7 +10,7 @@ import torch.distributed as dist
 from raising import raises
 
 from trimtab.core.errors import RankError
-from trimtab.distributed import gather_with_heartbeat, heartbeat
+from trimtab.distributed import heartbeat, process_group
 
 
 @pytest.fixture
@@ -49,12 +49,12 @@ def test_a_word_may_take_longer_than_silence_does(store):
     with heartbeat.send_heartbeats(store, "slow", 0.4):
         late = threading.Timer(1.0, heartbeat.write_value, (store, "slow", "done", 1))
         late.start()
-        assert gather_with_heartbeat._word_of(store, 1, "slow", 0.4) == "done"
+        assert process_group._word_of(store, 1, "slow", 0.4) == "done"
         late.join()
 
 
 def test_a_rank_that_is_silent_is_named(store):
     start = time.monotonic()
     with raises(RankError, code="ranks.silent", field="rank 3"):
-        gather_with_heartbeat._word_of(store, 3, "never", 0.3)
+        process_group._word_of(store, 3, "never", 0.3)
     assert time.monotonic() - start < 5

@@ -12,8 +12,9 @@ from types import SimpleNamespace
 import tiny_task
 import torch
 
+from trimtab.carbon.intensity import Intensity
+from trimtab.carbon.services import IntensitySource
 from trimtab.checkpoint.config import Checkpoints
-from trimtab.core.carbon import Intensity
 from trimtab.core.plan import Plan
 from trimtab.experiments import train as train_module
 from trimtab.experiments import train_command
@@ -21,7 +22,6 @@ from trimtab.experiments.carbon_aware_training import CarbonRequest
 from trimtab.experiments.sleep_until import Clock
 from trimtab.experiments.train import TrainingOptions
 from trimtab.experiments.train_command import LowCarbonOptions
-from trimtab.integrations.carbon_intensity import IntensitySource
 
 HOUR = 3600.0
 NOW = 1772323200.0  # 2026-03-01T00:00Z

@@ -17,9 +17,9 @@ from trimtab.core.errors import FormatError, LoopError, ValueGivenError
 from trimtab.core.objective import Budget
 from trimtab.core.plan import Plan
 from trimtab.core.record import read_record
-from trimtab.decide.ablation_design import PLAN, REFERENCE, UNCHANGED, AblationDesign
 from trimtab.experiments.ablation import ablate as ablate_module
 from trimtab.experiments.ablation.ablate import AblateSettings, ablate
+from trimtab.experiments.ablation.ablation_design import PLAN, REFERENCE, UNCHANGED, AblationDesign
 from trimtab.experiments.ablation.ablation_result import (
     ALONE,
     INTERACTION,

@@ -13,7 +13,14 @@ from race_records import climbing, record, timed
 
 from trimtab.core.plan import Plan
 from trimtab.core.record import End, RunRecord
-from trimtab.decide.ablation_design import PLAN, PLAN_AGAIN, REFERENCE, UNCHANGED, UNCHANGED_AGAIN, AblationDesign
+from trimtab.experiments.ablation.ablation_design import (
+    PLAN,
+    PLAN_AGAIN,
+    REFERENCE,
+    UNCHANGED,
+    UNCHANGED_AGAIN,
+    AblationDesign,
+)
 from trimtab.experiments.ablation.ablation_effects import AblationMeasurements, products
 from trimtab.experiments.ablation.ablation_headline import NOTHING, headline
 from trimtab.experiments.ablation.ablation_result import (

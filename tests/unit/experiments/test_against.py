@@ -24,7 +24,7 @@ from trimtab.experiments.paired_runs.inspect_arm import measure_arm
 from trimtab.experiments.paired_runs.peer_arms import HAND_TUNED, peers_of, require_peers, usual_peers
 from trimtab.experiments.task_hash import code_of
 from trimtab.experiments.task_plans import Plans, example_batch
-from trimtab.measure.process_state import ProcessState
+from trimtab.state.process_state import ProcessState
 from trimtab.tasks.task import RECIPES
 
 CPU = torch.device("cpu")

@@ -11,12 +11,12 @@ import torch
 from clean_day import HOUR, LEVELS, NOW, STEP_S, STEPS, Day, Hourly
 from raising import raises
 
+from trimtab.carbon.services import ConstantIntensity
 from trimtab.checkpoint.atomic_directory import committed_folders
 from trimtab.core.errors import FormatError
 from trimtab.core.record import read_record
 from trimtab.experiments.carbon_aware_training import CarbonRequest
 from trimtab.experiments.train_command import LowCarbonOptions, train_clean, train_now
-from trimtab.integrations.carbon_intensity import ConstantIntensity
 
 
 @pytest.fixture

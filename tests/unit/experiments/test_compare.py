@@ -18,7 +18,6 @@ from tiny_task import task as tiny
 
 import trimtab
 from benchmarks.paper.recipes.paper import PaperLoop
-from trimtab.calibrate import trials
 from trimtab.core.batch_rule import BatchRule
 from trimtab.core.errors import FormatError, InfeasibleError, LoopError, ValueGivenError
 from trimtab.core.objective import Budget, Objective, Reference
@@ -46,6 +45,7 @@ from trimtab.experiments.paired_runs.plan_loops import PlanLoop
 from trimtab.experiments.report import terminal_report, write_report
 from trimtab.experiments.task_hash import build_of, code_of
 from trimtab.experiments.task_plans import PLANNING_SEED, Plans, make_plans
+from trimtab.profiling import trials
 from trimtab.tasks import TaskData, load_task
 from trimtab.tasks.models.gpt import GPTShape
 

@@ -13,12 +13,12 @@ from race_records import STEP_ROWS, climbing, record, timed
 from scipy import stats as scipy_stats
 
 from trimtab.core.record import BRIEF, End, Event, RunRecord
-from trimtab.decide.statistics import Interval, ratio_interval
 from trimtab.experiments.comparison import comparison_statistics
 from trimtab.experiments.comparison.comparison_result import Ratio, failure_of, limits_of
 from trimtab.experiments.comparison.ratio_rows import do_no_harm_row, memory_row, quality_row, throughput_row
 from trimtab.experiments.comparison.time_to_target import OTHER_EARLY, PlanningCharge, target_row
 from trimtab.experiments.comparison.verdicts import control_verdict, non_inferiority, pairs_for_power, speed_verdict
+from trimtab.planner.statistics import Interval, ratio_interval
 
 CONTROL = Interval(1.0, 0.98, 1.02, 5)
 TIGHT = Interval(1.0, 0.999, 1.001, 5)

@@ -15,9 +15,9 @@ from tiny_task import BATCH_SIZE, load_data, task
 from trimtab.core.energy_reading import Energy, MeterFacts, PowerLimit, Provenance, absent_energy
 from trimtab.core.record import End, Evaluation, Event, RunRecord, read_record, write_record
 from trimtab.core.serialization import to_jsonable
-from trimtab.decide.statistics import Interval, ratio_interval
 from trimtab.distributed.coordinator import ALONE
 from trimtab.distributed.rank_energy import RankMeter
+from trimtab.energy.energy_meter import GivenWatts
 from trimtab.experiments.baselines.reference import ReferenceLoop
 from trimtab.experiments.comparison import comparison_statistics
 from trimtab.experiments.comparison.comparison_result import Arm
@@ -41,7 +41,7 @@ from trimtab.experiments.paired_runs.paired_run import PairedArm, RunningArm, ra
 from trimtab.experiments.paired_runs.paired_run_meter import PairedRunMeter
 from trimtab.experiments.report.energy_tables import arm_energy_table, planning_sentence
 from trimtab.experiments.report.formatting import measure
-from trimtab.measure.energy_meter import GivenWatts
+from trimtab.planner.statistics import Interval, ratio_interval
 
 CPU = torch.device("cpu")
 MEASURED = MeterFacts(Provenance.MEASURED, ("rapl package-0",), 20.0)

@@ -16,10 +16,10 @@ from trimtab import Summed
 from trimtab.core.plan import Plan
 from trimtab.core.serialization import from_json, to_json
 from trimtab.core.step_phases import TimedGain
-from trimtab.decide.phase_attribution import attribute, bound_seconds
 from trimtab.experiments import gain_timing as gain_module
 from trimtab.experiments.gain_timing import gain_in, measure_gain
 from trimtab.experiments.memory_timeline import step_memory
+from trimtab.experiments.phase_attribution import attribute, bound_seconds
 from trimtab.measure import machine
 from trimtab.measure.blocks import find_blocks
 from trimtab.tasks.models.gpt import GPT, GPTShape

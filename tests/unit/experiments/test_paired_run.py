@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from trimtab.core.errors import LoopError, ValueGivenError
 from trimtab.core.plan import Plan
 from trimtab.core.record import Header, RunRecord, read_record, write_record
-from trimtab.decide.interleaving import turns
 from trimtab.distributed.coordinator import Coordinator
 from trimtab.experiments.baselines.reference import ReferenceLoop
 from trimtab.experiments.comparison.comparison_statistics import error_of_run
@@ -29,8 +28,9 @@ from trimtab.experiments.paired_runs import paired_run as race_module
 from trimtab.experiments.paired_runs.paired_run import PairedArm, race
 from trimtab.experiments.paired_runs.plan_loops import PlanLoop, settling_steps
 from trimtab.experiments.paired_runs.results_folder import environment_of
-from trimtab.measure import allocator
-from trimtab.runtime.compile_check import WINDOWS
+from trimtab.planner.statistics import turns
+from trimtab.state import process_state
+from trimtab.training.apply_plan import WINDOWS
 
 CPU = torch.device("cpu")
 
@@ -445,7 +445,7 @@ def test_a_share_above_one_is_refused_with_the_way_out(clock):
     assert found.evaluations[0].metrics == {"accuracy": 93.0}
 
 
-@pytest.mark.skipif(not allocator.can_retain(), reason="needs glibc")
+@pytest.mark.skipif(not process_state.can_retain(), reason="needs glibc")
 def test_every_arm_that_retains_memory_does_in_each_of_its_steps():
     """Each arm has its modes for itself: what one holds is suspended while the others run."""
     modes: dict[str, set[str]] = {"plain": set(), "first": set(), "second": set()}
@@ -456,7 +456,7 @@ def test_every_arm_that_retains_memory_does_in_each_of_its_steps():
             step = loop.step
 
             def noted(batches):
-                modes[name].add(allocator.mode())
+                modes[name].add(process_state.allocator_mode())
                 return step(batches)
 
             loop.step = noted
@@ -471,7 +471,7 @@ def test_every_arm_that_retains_memory_does_in_each_of_its_steps():
         PairedArm("second", noting("second", retaining), BUDGET_SAMPLES),
     )
     assert modes == {"plain": {"keep"}, "first": {"retain"}, "second": {"retain"}}
-    assert allocator.mode() == "keep"
+    assert process_state.allocator_mode() == "keep"
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])

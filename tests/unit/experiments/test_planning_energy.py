@@ -10,12 +10,12 @@ import pytest
 import torch
 from tiny_task import load_data, task
 
-from trimtab.calibrate import trial_power
 from trimtab.core.energy_reading import Provenance
+from trimtab.energy.energy_meter import GivenWatts, MeterLost
+from trimtab.energy.meter_selection import Metering
 from trimtab.experiments.planning_energy import PlanningMeter
 from trimtab.experiments.task_plans import make_plans
-from trimtab.measure.energy_meter import GivenWatts, MeterLost
-from trimtab.measure.meter_selection import Metering
+from trimtab.profiling import trials
 
 CPU = torch.device("cpu")
 pytestmark = pytest.mark.usefixtures("brief_trials")
@@ -79,7 +79,7 @@ def test_a_meter_that_trials_read_too_tells_both_what_it_lost():
 
 def test_what_planning_reads_is_told_what_its_trials_lost(monkeypatch):
     """A final reads the meter itself, and what it lost then it tells nobody again."""
-    monkeypatch.setattr(trial_power, "WINDOW_S", 0.01)
+    monkeypatch.setattr(trials, "WINDOW_S", 0.01)
     said = []
 
     class Weighed(Steady):

@@ -17,13 +17,13 @@ from pathlib import Path
 import pytest
 from measured_runs import gain
 
+from trimtab.core.choice import Note
 from trimtab.core.hardware import DeviceSpec
+from trimtab.core.memory_model import PARTS, MemorySample, StepMemory
 from trimtab.core.objective import Reference
 from trimtab.core.plan import Choice, Effect, MeasuredCost, Plan, Rejected, SplitCheck
-from trimtab.core.plan_note import Note
 from trimtab.core.profile import Candidate, Trial
 from trimtab.core.serialization import read_json
-from trimtab.core.step_memory import PARTS, MemorySample, StepMemory
 from trimtab.core.step_phases import TimedGain, TimedRound
 from trimtab.experiments.comparison.arms import PLAN_ARMS
 from trimtab.experiments.comparison.comparison_result import (

@@ -8,8 +8,7 @@ import re
 import pytest
 import race_records
 
-from trimtab.core.record import End, Event, Header, RunRecord, StepRecord
-from trimtab.core.record_summary import summary_of
+from trimtab.core.record import End, Event, Header, RunRecord, StepRecord, summary_of
 from trimtab.core.stopping_rule import StopReason
 from trimtab.experiments.report.run_page import run_page, tracks
 

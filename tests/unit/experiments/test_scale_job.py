@@ -22,7 +22,7 @@ from trimtab.experiments.scaling.scale import ScaleSettings, scale
 from trimtab.experiments.scaling.scaling_bench import JobSettings
 from trimtab.experiments.scaling.scaling_job import run_job
 from trimtab.experiments.scaling.scaling_plans import JobPlan, fit_plan_to_ranks, predicted_bytes, refuse_other_maths
-from trimtab.measure import allocator
+from trimtab.state import process_state
 
 SHORT = JobSettings(blocks=2, block_s=0.01)
 
@@ -34,7 +34,7 @@ def folder(tmp_path):
     return tmp_path
 
 
-@pytest.mark.skipif(not allocator.can_retain(), reason="this allocator cannot be told to retain")
+@pytest.mark.skipif(not process_state.can_retain(), reason="this allocator cannot be told to retain")
 def test_the_plain_loop_is_not_timed_under_what_the_plan_has_the_process_do(folder):
     models, modes = [], defaultdict(list)
 
@@ -43,14 +43,14 @@ def test_the_plain_loop_is_not_timed_under_what_the_plan_has_the_process_do(fold
         return models[-1]
 
     def loss_fn(model, batch):
-        modes[next(i for i, each in enumerate(models) if each is model)].append(allocator.mode())
+        modes[next(i for i, each in enumerate(models) if each is model)].append(process_state.allocator_mode())
         return task.loss_fn(model, batch)
 
     run_job(replace(task, make_model=make_model, loss_fn=loss_fn), 0, folder, SHORT, silent)
     baseline, control, plan, counted, counted_plan = (modes[i] for i in sorted(modes))
     assert set(baseline) == set(control) == set(counted) == {"keep"}
     assert plan[-1] == counted_plan[-1] == "retain"
-    assert allocator.mode() == "keep"
+    assert process_state.allocator_mode() == "keep"
 
 
 def test_idle_loops_hold_no_gradients_and_a_loop_ends_with_its_last_block(folder):

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from trimtab.cli.main import app
 from trimtab.core.errors import ValueGivenError
-from trimtab.core.interconnect import Link
+from trimtab.core.hardware import Link
 from trimtab.core.progress import silent
 from trimtab.core.serialization import from_json, to_json
 from trimtab.experiments.report.scaling_page import scaling_page

@@ -20,11 +20,11 @@ from trimtab.core.plan import Plan
 from trimtab.core.progress import silent
 from trimtab.core.record import read_record
 from trimtab.distributed import rank_energy
+from trimtab.energy.meter_selection import Metering
 from trimtab.experiments import train as train_module
 from trimtab.experiments import train_command
 from trimtab.experiments.train import TrainingOptions, train_whole
 from trimtab.losses import Summed
-from trimtab.measure.meter_selection import Metering
 
 STEPS = 6
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from trimtab.carbon.services import ElectricityMaps, source_named
 from trimtab.core.errors import DataMissingError, ValueGivenError
 from trimtab.core.plan import Plan
-from trimtab.integrations.carbon_services import ElectricityMaps, source_named
 from trimtab.integrations.trainer_rules import checked_plan
 
 

@@ -16,8 +16,16 @@ from trimtab.core.errors import DependencyError, ValueGivenError
 from trimtab.core.plan import Plan
 from trimtab.core.record import End, Evaluation, Event, Header, StepRecord
 from trimtab.core.serialization import to_jsonable
-from trimtab.integrations.tracked_values import ENVIRONMENT, parameters, row
-from trimtab.integrations.trackers import MLflow, TensorBoard, Trackio, WandB, tracker_named
+from trimtab.integrations.trackers import (
+    ENVIRONMENT,
+    MLflow,
+    TensorBoard,
+    Trackio,
+    WandB,
+    parameters,
+    row,
+    tracker_named,
+)
 from trimtab.integrations.tracking import TrackedRecord
 from trimtab.measure.machine import environment
 

@@ -9,7 +9,7 @@ from torch import nn
 
 from trimtab.core.errors import ValueGivenError
 from trimtab.integrations.ignored_labels import counts_nothing
-from trimtab.integrations.zero_loss import zero_loss
+from trimtab.integrations.lightning import zero_loss
 
 
 def mean_over_nothing(model: nn.Module) -> torch.Tensor:

@@ -9,7 +9,7 @@ from raising import raises
 import trimtab
 from trimtab.core.errors import ValueGivenError
 from trimtab.core.plan import Plan
-from trimtab.measure import allocator
+from trimtab.state import process_state
 
 TRIM, THRESHOLD, MAX = -1, -3, -4
 MIB = 2**20
@@ -39,13 +39,13 @@ def any_mapping(parameter, value):
 @pytest.fixture
 def use(monkeypatch):
     """Return what puts a C library in place, with the mode not yet set and nothing yet tried."""
-    for name in ("GLIBC_TUNABLES", *allocator._OWN_SETTINGS):
+    for name in ("GLIBC_TUNABLES", *process_state._OWN_SETTINGS):
         monkeypatch.delenv(name, raising=False)
 
     def put(libc):
-        monkeypatch.setattr(allocator, "_libc", lambda: libc)
-        monkeypatch.setattr(allocator, "_mode", "keep")
-        monkeypatch.setattr(allocator, "_way", None)
+        monkeypatch.setattr(process_state, "_libc", lambda: libc)
+        monkeypatch.setattr(process_state, "_mode", "keep")
+        monkeypatch.setattr(process_state, "_way", None)
         return libc
 
     return put
@@ -53,25 +53,25 @@ def use(monkeypatch):
 
 def test_nothing_is_set_before_it_is_asked_for(use):
     libc = use(Libc())
-    assert allocator.can_retain()
-    allocator.set_mode("keep")
+    assert process_state.can_retain()
+    process_state.set_allocator_mode("keep")
     assert libc.held == {}
 
 
 def test_a_library_that_takes_the_threshold_gets_it(use):
     libc = use(Libc())
-    allocator.set_mode("retain")
+    process_state.set_allocator_mode("retain")
     assert libc.held == {THRESHOLD: 2**30, TRIM: 2**31 - 1}
-    allocator.set_mode("keep")
+    process_state.set_allocator_mode("keep")
     assert libc.held == {THRESHOLD: 32 * MIB, TRIM: 64 * MIB}
 
 
 def test_one_that_refuses_it_maps_no_block_instead(use):
     libc = use(Libc(high_threshold))
-    allocator.set_mode("retain")
+    process_state.set_allocator_mode("retain")
     assert (libc.held[MAX], libc.held[TRIM]) == (0, 2**31 - 1)
-    assert allocator.mode() == "retain"
-    allocator.set_mode("keep")
+    assert process_state.allocator_mode() == "retain"
+    process_state.set_allocator_mode("keep")
     assert libc.held == {THRESHOLD: 32 * MIB, TRIM: 64 * MIB, MAX: 65536}
 
 
@@ -79,8 +79,8 @@ def test_one_that_refuses_it_maps_no_block_instead(use):
 def test_one_that_refuses_both_cannot_retain(use, libc):
     use(libc)
     with raises(ValueGivenError, code="allocator.unsupported", field="allocator"):
-        allocator.set_mode("retain")
-    assert allocator.mode() == "keep"
+        process_state.set_allocator_mode("retain")
+    assert process_state.allocator_mode() == "keep"
     if libc is not None:
         assert libc.held.get(TRIM) in (None, 64 * MIB)
     model = torch.nn.Linear(2, 1)
@@ -95,7 +95,7 @@ def test_one_that_refuses_both_cannot_retain(use, libc):
 def test_what_the_user_set_is_left_alone(use, monkeypatch, name, value):
     libc = use(Libc())
     monkeypatch.setenv(name, value)
-    assert not allocator.can_retain()
+    assert not process_state.can_retain()
     with raises(ValueGivenError, code="allocator.unsupported", field="allocator"):
-        allocator.set_mode("retain")
+        process_state.set_allocator_mode("retain")
     assert libc.held == {}

@@ -12,15 +12,14 @@ from torch import nn
 
 from trimtab.core.errors import ModelError
 from trimtab.core.recompute_schedule import KeptBlock, RecomputedSegment
-from trimtab.decide.recompute_cost import every_block, keep_all, predict, sqrt_segments
-from trimtab.decide.recompute_solver import optimal
 from trimtab.losses import Summed, mean_of
-from trimtab.measure import peak_memory
 from trimtab.measure.block_graph import BlockGraph, find_linked_blocks
 from trimtab.measure.block_memory import trace_stages
 from trimtab.measure.blocks import find_blocks
-from trimtab.measure.peak_memory import peak_growth, storage_bytes
-from trimtab.runtime.activation_checkpoint import use_schedule
+from trimtab.planner.recompute_solver import every_block, keep_all, optimal, predict, sqrt_segments
+from trimtab.settings.recompute import use_schedule
+from trimtab.state import peak_memory
+from trimtab.state.peak_memory import peak_growth, storage_bytes
 from trimtab.tasks.models.gpt import GPT, GPTShape
 from trimtab.tasks.models.resnet import ResNet
 

@@ -7,15 +7,15 @@ import torch
 from torch import nn
 
 from trimtab.losses import Summed, mean_of
-from trimtab.measure import chunked_loss
+from trimtab.measure import flops
 from trimtab.measure.flops import count_flops
 from trimtab.measure.memory_trace import trace_peaks, trace_step
-from trimtab.measure.peak_memory import peak_growth, storage_bytes
 from trimtab.nn import LossHead
+from trimtab.state.peak_memory import peak_growth, storage_bytes
 
 WORDS, WIDTH, TOKENS = 4096, 64, 512
 
-pytestmark = pytest.mark.skipif(chunked_loss.OPERATOR is None, reason="this torch has no chunked loss")
+pytestmark = pytest.mark.skipif(flops.CHUNKED_LOSS is None, reason="this torch has no chunked loss")
 
 
 class Model(nn.Module):

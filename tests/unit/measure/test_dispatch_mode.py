@@ -14,8 +14,8 @@ import trimtab
 from trimtab.measure.dispatch_mode import EagerDispatchMode, run_compiled_eagerly
 from trimtab.measure.fake_tensors import FakeTensors
 from trimtab.measure.flops import count_flops
-from trimtab.measure.softmax_detector import SoftmaxDetector
 from trimtab.measure.storage_tracker import StorageTracker
+from trimtab.profiling.step_counts import SoftmaxDetector
 
 
 class Counting:

@@ -7,8 +7,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from trimtab.measure.fake_cuda import FakeCudaMode
-from trimtab.measure.fake_tensors import FakeTensors
+from trimtab.measure.fake_tensors import FakeCudaMode, FakeTensors
 from trimtab.measure.memory_trace import trace_step
 from trimtab.tasks.language_modelling import next_token_loss
 from trimtab.tasks.models.gpt import GPT, GPTShape

@@ -10,9 +10,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from trimtab.measure import gradient_norms
-from trimtab.measure.async_scalar import AsyncScalar
 from trimtab.measure.gradient_norms import GradientNorms, squared_norm
-from trimtab.measure.step_timer import StepTimer
+from trimtab.measure.timing import AsyncScalar, StepTimer
 
 
 class Tied(nn.Module):
@@ -146,7 +145,7 @@ def test_what_was_seen_can_be_forgotten():
 
 def test_a_windows_clock_tells_its_batches_and_their_drawing_apart(monkeypatch):
     ticks = iter([9.0, 9.25, 9.5, 10.0, 11.0, 13.0, 15.0, 18.0, 20.0, 21.0, 22.0, 23.0])
-    monkeypatch.setattr("trimtab.measure.step_timer.time.perf_counter", lambda: next(ticks))
+    monkeypatch.setattr("trimtab.measure.timing.time.perf_counter", lambda: next(ticks))
     clock = StepTimer(torch.device("cpu"))
     with clock.drawing():
         pass

@@ -21,7 +21,7 @@ from torch import nn
 from torch.quasirandom import SobolEngine
 from torch.utils.data import DataLoader
 
-from trimtab.measure.loop_state import LoopState
+from trimtab.state.loop_state import LoopState
 
 MANY = list(range(1000))
 model = nn.Linear(2, 2)

@@ -8,8 +8,8 @@ from torch import nn
 
 from trimtab.core.errors import ValueGivenError
 from trimtab.core.objective import Budget, Objective
+from trimtab.energy.meter_selection import Metering, find_meter, measurable
 from trimtab.measure.blocks import find_blocks
-from trimtab.measure.meter_selection import Metering, find_meter, measurable
 
 
 def test_energy_without_a_meter(tmp_path):

@@ -11,13 +11,13 @@ from raising import raises
 from torch import nn
 
 from trimtab.core.errors import ModelError
+from trimtab.core.memory_model import PARTS, StepMemory
 from trimtab.core.serialization import from_json, to_json
-from trimtab.core.step_memory import PARTS, StepMemory
 from trimtab.losses import Summed
 from trimtab.measure import storage_tracker
 from trimtab.measure.fake_tensors import FakeTensors
 from trimtab.measure.memory_trace import trace_peaks, trace_step, trace_work
-from trimtab.measure.peak_memory import peak_bytes, storage_bytes
+from trimtab.state.peak_memory import peak_bytes, storage_bytes
 from trimtab.tasks.language_modelling import next_token_loss
 from trimtab.tasks.models.gpt import GPT, GPTShape
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from trimtab.measure import operator_workspace
-from trimtab.measure.operator_workspace import call_of, measure_calls
+from trimtab.measure import storage_tracker
+from trimtab.measure.storage_tracker import call_of, measure_calls
 
 
 @pytest.fixture
@@ -18,10 +18,10 @@ def counts(monkeypatch):
         counted.append(function())
         return 1_000_000
 
-    monkeypatch.setattr(operator_workspace, "peak_growth", growth)
-    operator_workspace._taken.cache_clear()
+    monkeypatch.setattr(storage_tracker, "peak_growth", growth)
+    storage_tracker._taken.cache_clear()
     yield counted
-    operator_workspace._taken.cache_clear()  # what is in it by now was made up
+    storage_tracker._taken.cache_clear()  # what is in it by now was made up
 
 
 def softmax(rows: int):

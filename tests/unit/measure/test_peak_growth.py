@@ -8,8 +8,8 @@ import gc
 import pytest
 import torch
 
-from trimtab.measure import peak_memory
-from trimtab.measure.peak_memory import peak_growth
+from trimtab.state import peak_memory
+from trimtab.state.peak_memory import peak_growth
 
 MIB = 2**20
 

@@ -21,7 +21,7 @@ from trimtab.measure import phase_timer
 from trimtab.measure.blocks import find_blocks, find_parts
 from trimtab.measure.memory_trace import trace_work
 from trimtab.measure.phase_timer import StepClock
-from trimtab.runtime.activation_checkpoint import use_schedule
+from trimtab.settings.recompute import use_schedule
 from trimtab.tasks.models.gpt import GPT, GPTShape
 from trimtab.tasks.models.resnet import ResNet
 

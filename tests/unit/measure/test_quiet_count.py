@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from trimtab.measure import peak_memory
-from trimtab.measure.peak_memory import is_profiled, peak_growth
+from trimtab.state import peak_memory
+from trimtab.state.peak_memory import is_profiled, peak_growth
 
 OLDER = 1_100  # the allocator warns of every thousandth block that is older than the count
 

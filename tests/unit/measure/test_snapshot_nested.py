@@ -10,11 +10,11 @@ import torch
 from torch import nn
 
 import trimtab
-from trimtab.calibrate import trials
 from trimtab.measure import machine
-from trimtab.measure.loop_state import LoopState
-from trimtab.measure.object_snapshots import reachable
-from trimtab.measure.state_digest import fingerprint
+from trimtab.profiling import trials
+from trimtab.state.loop_state import LoopState
+from trimtab.state.object_snapshots import reachable
+from trimtab.state.state_digest import fingerprint
 
 ROWS = 6
 

@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import nn
 
-from trimtab.measure import loop_state as module
-from trimtab.measure.loop_state import LoopState
-from trimtab.measure.peak_memory import forget_peak
-from trimtab.measure.process_state import ProcessState
-from trimtab.measure.state_digest import fingerprint
+from trimtab.state import loop_state as module
+from trimtab.state.loop_state import LoopState
+from trimtab.state.peak_memory import forget_peak
+from trimtab.state.process_state import ProcessState
+from trimtab.state.state_digest import fingerprint
 
 GIB = 2**30
 

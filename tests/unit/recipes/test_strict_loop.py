@@ -11,7 +11,7 @@ from trimtab.core.errors import ValueGivenError
 from trimtab.core.objective import Reference
 from trimtab.experiments.baselines.reference import ReferenceLoop
 from trimtab.experiments.baselines.strict import StrictLoop
-from trimtab.measure.process_state import ProcessState, fp32_places
+from trimtab.state.process_state import ProcessState, fp32_places
 
 
 def modes() -> list[str]:

@@ -7,8 +7,8 @@ import torch
 from raising import raises
 from recipe_tasks import CPU, ROWS, batches, make_task, modes_of_a_loop, sgd, weights
 
+from trimtab.core.batch_rule import warmup_linear
 from trimtab.core.errors import ValueGivenError
-from trimtab.core.lr_factors import warmup_linear
 from trimtab.core.plan import Plan
 from trimtab.experiments.baselines.strong import StrongLoop
 from trimtab.experiments.paired_runs.plan_loops import TunedRecipePlanLoop

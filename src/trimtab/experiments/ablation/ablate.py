@@ -21,7 +21,7 @@ from trimtab.core.objective import Budget, Objective
 from trimtab.core.plan import Plan
 from trimtab.core.progress import Progress, silent
 from trimtab.core.record import BRIEF, RunRecord
-from trimtab.decide.ablation_design import REFERENCE, AblationDesign, changes_of, plans_of
+from trimtab.experiments.ablation.ablation_design import REFERENCE, AblationDesign, changes_of, plans_of
 from trimtab.experiments.ablation.ablation_result import Ablation
 from trimtab.experiments.ablation.ablation_summary import AblationRuns, nothing_to_ablate, summarise
 from trimtab.experiments.baselines.loop import MakeLoop

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from trimtab.core.record import RunRecord
-from trimtab.decide.ablation_design import (
+from trimtab.experiments.ablation.ablation_design import (
     PLAN,
     PLAN_AGAIN,
     REFERENCE,
@@ -16,7 +16,6 @@ from trimtab.decide.ablation_design import (
     AblationDesign,
     power_of_all,
 )
-from trimtab.decide.statistics import Interval, mean_interval, ratio_interval
 from trimtab.experiments.ablation.ablation_result import (
     ALONE,
     INTERACTION,
@@ -51,6 +50,7 @@ from trimtab.experiments.comparison.verdicts import (
     quality_interaction,
     speed_verdict,
 )
+from trimtab.planner.statistics import Interval, mean_interval, ratio_interval
 
 # An arm, another arm, and the exponent of their ratio.
 Term = tuple[str, str, int]

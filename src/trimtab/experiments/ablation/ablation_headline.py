@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from trimtab.decide.ablation_design import PLAN, REFERENCE
-from trimtab.decide.statistics import MIN_PAIRS_FOR_VERDICT, Interval, resolution
+from trimtab.experiments.ablation.ablation_design import PLAN, REFERENCE
 from trimtab.experiments.ablation.ablation_result import (
     INTERACTION,
     QUALITY,
@@ -16,6 +15,7 @@ from trimtab.experiments.ablation.ablation_result import (
 )
 from trimtab.experiments.comparison.comparison_result import RatioRow, Verdict
 from trimtab.experiments.comparison.verdicts import quality_figures, ratio_in_words
+from trimtab.planner.statistics import MIN_PAIRS_FOR_VERDICT, Interval, resolution
 
 NOTHING = Verdict("no gain", "The plan changes nothing, so there is nothing to ablate.", "plan.no_changes")
 

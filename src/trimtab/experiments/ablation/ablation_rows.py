@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from trimtab.core.serialization import to_jsonable
-from trimtab.decide.ablation_design import PLAN_AGAIN, UNCHANGED_AGAIN, power_of_all
+from trimtab.experiments.ablation.ablation_design import PLAN_AGAIN, UNCHANGED_AGAIN, power_of_all
 from trimtab.experiments.ablation.ablation_result import (
     ALONE,
     INTERACTION,

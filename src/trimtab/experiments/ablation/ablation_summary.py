@@ -10,8 +10,14 @@ from typing import Any
 from trimtab.core.objective import Budget
 from trimtab.core.plan import Effect, Plan
 from trimtab.core.units import format_bytes
-from trimtab.decide.ablation_design import PLAN, PLAN_AGAIN, REFERENCE, UNCHANGED, UNCHANGED_AGAIN, AblationDesign
-from trimtab.decide.statistics import MIN_PAIRS_FOR_VERDICT
+from trimtab.experiments.ablation.ablation_design import (
+    PLAN,
+    PLAN_AGAIN,
+    REFERENCE,
+    UNCHANGED,
+    UNCHANGED_AGAIN,
+    AblationDesign,
+)
 from trimtab.experiments.ablation.ablation_effects import AblationMeasurements
 from trimtab.experiments.ablation.ablation_headline import headline
 from trimtab.experiments.ablation.ablation_result import (
@@ -29,6 +35,7 @@ from trimtab.experiments.comparison import comparison_statistics
 from trimtab.experiments.comparison.arm_metrics import ArmMetrics
 from trimtab.experiments.paired_runs.results_folder import environment_of
 from trimtab.experiments.task_plans import Plans
+from trimtab.planner.statistics import MIN_PAIRS_FOR_VERDICT
 from trimtab.tasks.task import Task, TaskData
 
 

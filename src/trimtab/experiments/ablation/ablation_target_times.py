@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from trimtab.core.plan import Plan
-from trimtab.decide.ablation_design import PLAN, PLAN_AGAIN, REFERENCE, UNCHANGED_AGAIN
+from trimtab.experiments.ablation.ablation_design import PLAN, PLAN_AGAIN, REFERENCE, UNCHANGED_AGAIN
 from trimtab.experiments.ablation.ablation_effects import AblationMeasurements
 from trimtab.experiments.ablation.ablation_result import ALONE, WHOLE, WITHIN, AblatedChange, ChangeTime
 from trimtab.experiments.comparison.time_to_target import PlanningCharge, target_row

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from trimtab.measure import process_state
+from trimtab.state import process_state
 from trimtab.tasks.task import Task
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}

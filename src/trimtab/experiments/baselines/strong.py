@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
+from trimtab.core.batch_rule import warmup_cosine, warmup_linear
 from trimtab.core.errors import ValueGivenError
-from trimtab.core.lr_factors import warmup_cosine, warmup_linear
 from trimtab.experiments.baselines.loop import autocast, hold_tf32, move
 from trimtab.losses import mean_of
 from trimtab.tasks.task import LossFn, StrongRecipe, Task

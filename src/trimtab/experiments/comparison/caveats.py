@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from trimtab.calibrate.training_settings_search import RACED
 from trimtab.core.plan import Plan
 from trimtab.core.units import format_seconds
-from trimtab.decide.statistics import MIN_PAIRS_FOR_VERDICT, ratio_interval
-from trimtab.decide.tuned_plan import tried_settings
 from trimtab.experiments.comparison import comparison_statistics
 from trimtab.experiments.comparison.comparison_result import TargetRow
 from trimtab.experiments.task_plans import Plans
+from trimtab.planner.statistics import MIN_PAIRS_FOR_VERDICT, ratio_interval
+from trimtab.planner.tuned_plan import tried_settings
+from trimtab.profiling.training_settings_search import RACED
 from trimtab.tasks.task import Task
 
 # Key in a header's detail: the reason why an arm was only timed in a full run.

@@ -21,13 +21,12 @@ import torch
 from trimtab.api import Metering
 from trimtab.checkpoint.run_lock import lock_run_folder
 from trimtab.core.energy_reading import NO_METER, MeterFacts
+from trimtab.core.memory_model import StepMemory
 from trimtab.core.objective import Budget, Objective
 from trimtab.core.plan import Plan
 from trimtab.core.progress import Progress, silent
 from trimtab.core.record import RunRecord
 from trimtab.core.serialization import read_json, to_json, to_jsonable, write_whole
-from trimtab.core.step_memory import StepMemory
-from trimtab.decide.multi_rank_plan import for_replicas
 from trimtab.distributed.coordinator import ALONE, Coordinator
 from trimtab.experiments.comparison.arm_selection import ArmSelection
 from trimtab.experiments.comparison.compare_options import CompareOptions
@@ -46,6 +45,7 @@ from trimtab.experiments.paired_runs.results_folder import ResultsFolder, enviro
 from trimtab.experiments.paired_runs.run_length import seeds_in_time
 from trimtab.experiments.task_plans import Plans, given_plan, make_plans
 from trimtab.experiments.task_ranks import job_plans, refuse_on_ranks, require_same_task, task_of_rank
+from trimtab.planner.multi_rank_plan import for_replicas
 from trimtab.tasks.placement import device_here
 from trimtab.tasks.task import Task, TaskData
 

@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from trimtab.core.energy_reading import NO_METER, Energy, MeterFacts
+from trimtab.core.memory_model import StepMemory
 from trimtab.core.plan import Plan
 from trimtab.core.profile import Trial
-from trimtab.core.step_memory import StepMemory
 from trimtab.core.step_phases import TimedGain
 
 RESULT_SCHEMA = 7

@@ -7,10 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from trimtab.core.record import BRIEF, RunRecord
-from trimtab.core.record_summary import RunSummary
-from trimtab.decide.statistics import MIN_PAIRS_FOR_VERDICT, Interval
+from trimtab.core.record import BRIEF, RunRecord, RunSummary
 from trimtab.experiments.comparison.comparison_result import Ratio
+from trimtab.planner.statistics import MIN_PAIRS_FOR_VERDICT, Interval
 
 Races = Mapping[int, Mapping[str, RunRecord]]  # seed -> arm name -> record
 # Key in a header's detail: the sample budget of the arm.

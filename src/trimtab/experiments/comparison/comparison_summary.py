@@ -8,8 +8,6 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from trimtab.core.energy_reading import MeterFacts
 from trimtab.core.plan import Plan
-from trimtab.decide.statistics import Interval, ratio_interval
-from trimtab.decide.tuned_plan import tried_settings
 from trimtab.experiments.comparison import comparison_statistics
 from trimtab.experiments.comparison.arm_metrics import ArmMetrics, utilisation
 from trimtab.experiments.comparison.arms import ARMS, PLAN_ARMS, PLAN_LOOPS, ArmKind, with_baselines
@@ -36,6 +34,8 @@ from trimtab.experiments.comparison.ratio_rows import do_no_harm_row, memory_row
 from trimtab.experiments.comparison.time_to_target import PlanningCharge, target_row
 from trimtab.experiments.comparison.training_thirds import third_rows
 from trimtab.experiments.task_plans import Plans
+from trimtab.planner.statistics import Interval, ratio_interval
+from trimtab.planner.tuned_plan import tried_settings
 from trimtab.tasks.task import Task, TaskData
 
 

@@ -10,11 +10,11 @@ from dataclasses import replace
 from trimtab.core.energy_reading import NO_METER, WINDOW_S, Energy, MeterFacts, Provenance
 from trimtab.core.record import RunRecord
 from trimtab.core.serialization import from_jsonable
-from trimtab.decide.statistics import MIN_PAIRS_FOR_VERDICT, Interval, ratio_interval, resolution
 from trimtab.experiments.comparison import comparison_statistics
 from trimtab.experiments.comparison.comparison_result import NO_VERDICT, Ratio, RatioRow, Verdict
 from trimtab.experiments.comparison.ratio_rows import row_unless_failed
 from trimtab.experiments.comparison.verdicts import clear_side, ratio_in_words, too_few, without_control
+from trimtab.planner.statistics import MIN_PAIRS_FOR_VERDICT, Interval, ratio_interval, resolution
 
 # Key in a header's detail: the description of the energy meter.
 METER = "meter"

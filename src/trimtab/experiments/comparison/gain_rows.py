@@ -8,10 +8,10 @@ from typing import Any
 
 from trimtab.core.record import read_together
 from trimtab.core.step_phases import TimedGain
-from trimtab.decide.phase_attribution import SavedTime, attribute, bound_seconds, speedup
-from trimtab.decide.projection import CYCLE_MONTHS, doubling_months, unprojected
-from trimtab.decide.statistics import Interval
 from trimtab.experiments.comparison.comparison_result import ThirdRow
+from trimtab.experiments.phase_attribution import SavedTime, attribute, bound_seconds, speedup
+from trimtab.planner.projection import CYCLE_MONTHS, doubling_months, unprojected
+from trimtab.planner.statistics import Interval
 
 ROWS_SCHEMA = 1
 

@@ -7,7 +7,6 @@ from collections.abc import Collection, Iterable
 from dataclasses import replace
 
 from trimtab.core.record import RunRecord
-from trimtab.decide.statistics import Interval, mean_interval, ratio_interval
 from trimtab.experiments.comparison.comparison_result import NO_VERDICT, Ratio, RatioRow, Verdict
 from trimtab.experiments.comparison.comparison_statistics import (
     ALIKE,
@@ -21,6 +20,7 @@ from trimtab.experiments.comparison.comparison_statistics import (
     to_the_end,
 )
 from trimtab.experiments.comparison.verdicts import control_verdict, non_inferiority, quality_verdict, speed_verdict
+from trimtab.planner.statistics import Interval, mean_interval, ratio_interval
 
 # Repeated measurements of the peak of the same step differ by up to 1%.
 SAME_PEAK = 0.02

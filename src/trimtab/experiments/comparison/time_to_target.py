@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 from trimtab.core.energy_reading import NO_METER, MeterFacts
 from trimtab.core.record import RunRecord
-from trimtab.decide.statistics import Interval, ratio_interval
 from trimtab.experiments.comparison.comparison_result import NO_VERDICT, Ratio, TargetRow, Verdict
 from trimtab.experiments.comparison.comparison_statistics import (
     Pair,
@@ -23,6 +22,7 @@ from trimtab.experiments.comparison.comparison_statistics import (
 )
 from trimtab.experiments.comparison.energy_rows import joules_to
 from trimtab.experiments.comparison.verdicts import speed_verdict
+from trimtab.planner.statistics import Interval, ratio_interval
 
 OTHER_EARLY = "not measured: the other arm reached the target before its first evaluation"
 

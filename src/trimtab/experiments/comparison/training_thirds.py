@@ -8,9 +8,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from trimtab.core.record import RunRecord
-from trimtab.decide.statistics import mean_interval, ratio_interval, share_interval
 from trimtab.experiments.comparison.comparison_result import Ratio, ThirdRow
 from trimtab.experiments.comparison.comparison_statistics import ALIKE, Races, as_ratio, blocks, curve, to_the_end
+from trimtab.planner.statistics import mean_interval, ratio_interval, share_interval
 
 THIRDS = ("early", "middle", "late")
 _EDGES = (0.0, 1 / 3, 2 / 3, 1.0)

@@ -6,9 +6,9 @@ import math
 import statistics
 from collections.abc import Sequence
 
-from trimtab.decide.statistics import MIN_PAIRS_FOR_VERDICT, Interval, resolution
 from trimtab.experiments.comparison.comparison_result import NO_HARM, NO_VERDICT, Ratio, Verdict
 from trimtab.experiments.comparison.comparison_statistics import bounds
+from trimtab.planner.statistics import MIN_PAIRS_FOR_VERDICT, Interval, resolution
 
 NON_INFERIOR = 0.97
 QUALITY = 0.5  # points of accuracy, or percent of perplexity

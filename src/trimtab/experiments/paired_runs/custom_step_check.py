@@ -26,7 +26,7 @@ from trimtab.experiments.baselines.reference import ReferenceLoop
 from trimtab.experiments.paired_runs.plan_loops import PlanLoop
 from trimtab.experiments.paired_runs.run_failures import blame_reference
 from trimtab.experiments.task_plans import PLANNING_SEED
-from trimtab.measure.process_state import ProcessState
+from trimtab.state.process_state import ProcessState
 from trimtab.tasks.task import Task, TaskData
 
 _STEPS = 2

@@ -17,9 +17,9 @@ from trimtab.experiments.baselines.loop import Loop, MakeLoop, autocast, move
 from trimtab.experiments.comparison.arm_metrics import ArmMetrics
 from trimtab.experiments.paired_runs.instrumented_loop import InstrumentedLoop, by_phase
 from trimtab.measure.flops import count_flops
-from trimtab.measure.peak_memory import alive_between_steps, peak_bytes, storage_bytes
-from trimtab.measure.process_state import convolves_in_tf32
-from trimtab.measure.sharded_norms import is_sharded, local_shard
+from trimtab.measure.gradient_norms import is_sharded, local_shard
+from trimtab.state.peak_memory import alive_between_steps, peak_bytes, storage_bytes
+from trimtab.state.process_state import convolves_in_tf32
 from trimtab.tasks.placement import prefetch
 from trimtab.tasks.task import Task, TaskData
 

@@ -26,10 +26,8 @@ from typing import Any
 
 import torch
 
-from trimtab.calibrate.exception_text import describe
 from trimtab.core.progress import Progress, silent
 from trimtab.core.record import End, Evaluation, Event, Header, RunRecord
-from trimtab.decide.interleaving import turns
 from trimtab.distributed.coordinator import ALONE, Coordinator
 from trimtab.distributed.sharded_loader import shard
 from trimtab.experiments.baselines.loop import Loop, MakeLoop
@@ -37,8 +35,10 @@ from trimtab.experiments.comparison.comparison_statistics import GIVEN_ROWS
 from trimtab.experiments.paired_runs.paired_run_meter import PairedRunMeter
 from trimtab.experiments.paired_runs.plan_loops import ON_ANOTHER_RANK, nonfinite_in, settling_steps
 from trimtab.experiments.paired_runs.run_failures import end_with
-from trimtab.measure.process_state import ProcessState
 from trimtab.measure.timing import synchronize
+from trimtab.planner.statistics import turns
+from trimtab.profiling.measurement_notes import describe
+from trimtab.state.process_state import ProcessState
 from trimtab.tasks.placement import prefetch
 from trimtab.tasks.task import Task, TaskData
 

@@ -9,8 +9,8 @@ import torch
 from trimtab.core.energy_reading import WINDOW_S, MeterFacts, Provenance
 from trimtab.distributed.coordinator import Coordinator
 from trimtab.distributed.rank_energy import RankMeter, meter_of_rank
-from trimtab.measure.energy_meter import EnergyClock
-from trimtab.measure.meter_selection import Metering
+from trimtab.energy.energy_meter import EnergyClock
+from trimtab.energy.meter_selection import Metering
 
 # Target length of a block, relative to the shortest window of a meter: half of all blocks end shorter than the target.
 _AIM = 1.1

@@ -14,9 +14,9 @@ from trimtab.core.plan import Plan
 from trimtab.experiments.baselines.loop import Loop
 from trimtab.experiments.baselines.strong import StrongLoop
 from trimtab.measure.finite_check import nonfinite_parameter
-from trimtab.runtime.compile_check import WINDOWS
-from trimtab.runtime.cuda_graphs import steps_to_launch
+from trimtab.settings.cuda_graphs import steps_to_launch
 from trimtab.tasks.task import Task
+from trimtab.training.apply_plan import WINDOWS
 
 ON_ANOTHER_RANK = "the loss or a parameter on another rank is NaN or infinite"
 

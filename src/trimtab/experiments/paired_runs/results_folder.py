@@ -9,7 +9,6 @@ from pathlib import Path
 
 import torch
 
-from trimtab.calibrate.exception_text import describe
 from trimtab.core.choice import Choice
 from trimtab.core.progress import Progress
 from trimtab.core.record import RunRecord, read_record, read_together, write_record
@@ -21,6 +20,7 @@ from trimtab.experiments.paired_runs.paired_run_meter import PairedRunMeter
 from trimtab.experiments.paired_runs.run_failures import end_with
 from trimtab.experiments.task_plans import Plans
 from trimtab.measure.machine import environment
+from trimtab.profiling.measurement_notes import describe
 from trimtab.tasks.placement import place_data
 from trimtab.tasks.task import Task, TaskData
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import NoReturn
 
-from trimtab.calibrate.exception_text import describe
 from trimtab.core.errors import LoopError, TrimtabError
 from trimtab.distributed.coordinator import Coordinator
+from trimtab.profiling.measurement_notes import describe
 
 
 def blame_reference(error: BaseException) -> NoReturn:

@@ -8,9 +8,9 @@ from collections.abc import Callable, Sequence
 
 from trimtab.core.energy_reading import Provenance
 from trimtab.core.units import format_bytes, format_count, format_seconds
-from trimtab.decide.statistics import MIN_PAIRS_FOR_VERDICT as PAIRS_FOR_A_VERDICT
 from trimtab.experiments.comparison.comparison_result import NO_VERDICT, Arm, Comparison, Ratio, RatioRow, Verdict
 from trimtab.experiments.comparison.comparison_statistics import bounds
+from trimtab.planner.statistics import MIN_PAIRS_FOR_VERDICT as PAIRS_FOR_A_VERDICT
 
 Words = Callable[[float], str]
 UNMEASURED = "not measured"

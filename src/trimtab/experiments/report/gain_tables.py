@@ -6,7 +6,8 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from trimtab.core.step_phases import MEANINGS, TimedGain
-from trimtab.decide.phase_attribution import (
+from trimtab.experiments.comparison.comparison_result import Ratio, ThirdRow
+from trimtab.experiments.phase_attribution import (
     BOUNDS,
     COMPUTE,
     MEMORY,
@@ -20,12 +21,11 @@ from trimtab.decide.phase_attribution import (
     is_distorted,
     of_the_roof,
 )
-from trimtab.decide.phase_attribution import speedup as speedup_of
-from trimtab.decide.projection import CYCLE_MONTHS, doubling_months, efficiency_after, net_of, unprojected
-from trimtab.decide.statistics import MIN_PAIRS_FOR_VERDICT, Interval
-from trimtab.experiments.comparison.comparison_result import Ratio, ThirdRow
+from trimtab.experiments.phase_attribution import speedup as speedup_of
 from trimtab.experiments.report import formatting as say
 from trimtab.experiments.report.tables import Table, plan_kind_title
+from trimtab.planner.projection import CYCLE_MONTHS, doubling_months, efficiency_after, net_of, unprojected
+from trimtab.planner.statistics import MIN_PAIRS_FOR_VERDICT, Interval
 
 _NAMES = {WHOLE: "whole step, without phase timing", UNATTRIBUTED: "overhead of phase timing (not attributed)"}
 _SAVED = ("Reference", "Plan", "Saved", "95% interval", "Share of the gain")

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from trimtab.core.step_memory import PARTS, StepMemory
+from trimtab.core.memory_model import PARTS, StepMemory
 from trimtab.experiments.comparison.comparison_result import Comparison
 from trimtab.experiments.report import formatting as say
 from trimtab.experiments.report import svg

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 
+from trimtab.core.memory_model import PARTS
 from trimtab.core.plan import Choice, Effect, Plan
 from trimtab.core.profile import Candidate, Trial
-from trimtab.core.step_memory import PARTS
 from trimtab.experiments.comparison.arms import PLAN_ARMS, PLAN_LOOPS
 from trimtab.experiments.comparison.comparison_result import Arm, Comparison
 from trimtab.experiments.report import formatting as say

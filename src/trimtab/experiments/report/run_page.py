@@ -9,8 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from trimtab.core.record import Event, RunRecord
-from trimtab.core.record_summary import RunSummary, StepColumns, summary_of
+from trimtab.core.record import Event, RunRecord, RunSummary, StepColumns, summary_of
 from trimtab.experiments.comparison.comparison_statistics import blocks, trained
 from trimtab.experiments.report import formatting as say
 from trimtab.experiments.report.html import escape, labelled_cell, page

@@ -22,8 +22,6 @@ from trimtab.core.errors import NonFiniteError
 from trimtab.core.objective import Budget
 from trimtab.core.plan import Plan
 from trimtab.core.progress import Progress
-from trimtab.decide.interleaving import turns
-from trimtab.decide.multi_rank_plan import for_one_process
 from trimtab.distributed.process_group import job_position, max_over_ranks, total
 from trimtab.distributed.sharded_loader import shard
 from trimtab.experiments.baselines.loop import Loop, MakeLoop
@@ -33,8 +31,10 @@ from trimtab.experiments.paired_runs.inspect_arm import held_at_most
 from trimtab.experiments.paired_runs.plan_loops import ON_ANOTHER_RANK, PlanLoop, nonfinite_in
 from trimtab.experiments.scaling.scaling_plans import predicted_bytes
 from trimtab.experiments.scaling.scaling_result import RECIPES, PlanSharding, RefusedRecipe, TimedArm, TimedBlocks
-from trimtab.measure.process_state import ProcessState
 from trimtab.measure.timing import synchronize
+from trimtab.planner.multi_rank_plan import for_one_process
+from trimtab.planner.statistics import turns
+from trimtab.state.process_state import ProcessState
 from trimtab.tasks.task import Task, TaskData
 
 _MIN_WINDOWS = 4  # Per block.

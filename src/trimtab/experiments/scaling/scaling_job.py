@@ -8,10 +8,10 @@ from pathlib import Path
 import torch
 
 from trimtab.core.errors import ValueGivenError
-from trimtab.core.interconnect import Link
+from trimtab.core.hardware import Link
 from trimtab.core.progress import Progress
 from trimtab.distributed.bandwidth_test import calibrate
-from trimtab.distributed.oversubscription import oversubscribed_resource
+from trimtab.distributed.cpu_affinity import oversubscribed_resource
 from trimtab.distributed.process_group import job_position
 from trimtab.experiments.scaling.scaling_bench import Bench, JobSettings
 from trimtab.experiments.scaling.scaling_plans import JobPlan, fit_plan_to_ranks, plan_of_job, plan_within_limit

@@ -8,18 +8,18 @@ from pathlib import Path
 
 import torch
 
-from trimtab.calibrate.communication_profile import step_shape
-from trimtab.core.bounded_read import read_text
 from trimtab.core.errors import InfeasibleError, RankError, ValueGivenError
+from trimtab.core.files import read_text
 from trimtab.core.objective import Budget
 from trimtab.core.plan import Plan
 from trimtab.core.progress import Progress, silent
 from trimtab.core.serialization import from_json, read_json, to_json, write_whole
-from trimtab.decide.multi_rank_plan import for_one_process, for_replicas
 from trimtab.distributed.plan_on_ranks import BroadcastPlan, plan_together
 from trimtab.distributed.process_group import first_ended_by, from_first, job_position
 from trimtab.experiments.task_plans import make_plans
 from trimtab.experiments.task_ranks import plan_on_ranks, rehearsal_of
+from trimtab.planner.multi_rank_plan import for_one_process, for_replicas
+from trimtab.profiling.communication_profile import step_shape
 from trimtab.tasks.task import Task, TaskData
 
 

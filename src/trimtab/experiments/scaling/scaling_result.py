@@ -10,9 +10,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from trimtab.core import validation
-from trimtab.core.interconnect import Link
+from trimtab.core.hardware import Link
 from trimtab.core.record import read_together
-from trimtab.decide.statistics import MIN_PAIRS_FOR_VERDICT, Interval, mean_interval, ratio_interval, resolution
+from trimtab.planner.statistics import MIN_PAIRS_FOR_VERDICT, Interval, mean_interval, ratio_interval, resolution
 
 # "weak": every rank has the task's batch size. "strong": the ranks share a batch.
 MODES = ("weak", "strong")

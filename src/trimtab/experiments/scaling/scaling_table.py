@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 
-from trimtab.core.interconnect import Link
+from trimtab.core.hardware import Link
 from trimtab.core.units import format_bytes, format_seconds
-from trimtab.decide.statistics import MIN_PAIRS_FOR_VERDICT, Interval
 from trimtab.experiments.scaling.scaling_result import (
     PLAN_KINDS,
     RECIPES,
@@ -16,6 +15,7 @@ from trimtab.experiments.scaling.scaling_result import (
     Scaling,
     ScalingRow,
 )
+from trimtab.planner.statistics import MIN_PAIRS_FOR_VERDICT, Interval
 
 _TIMED = ("scaling", "recipe", "ranks", "batch", "samples/s", "efficiency (95%)", "waiting", "step")
 _COLUMNS = (*_TIMED, "stage", "micro-batches", "reduced in", "peak per rank", "predicted", "n")

@@ -1,0 +1,1 @@
+"""Carbon intensity of the grid: forecasts, and pauses of training when the grid is dirty."""

@@ -1,0 +1,1 @@
+"""Energy meters: NVML, RAPL and Zeus, and the selection of one."""

@@ -1,0 +1,650 @@
+"""The splitting check: do micro-batches compute the gradient of the whole batch? (math: section 2)
+
+The check runs in fp32 and training mode on the user's model and batch. The gradient of the whole batch is compared,
+parameter by parameter, with the gradient of an unequal split, weighted as in a run. Only dropout is disabled, because
+a split draws different masks from the same distribution; if the gradient is still random, the check fails as
+unproved. Before the comparison, `LoopState` finds all state that a forward and a loss change. State that a second
+forward changes again (batch statistics, queues, momentum teachers, counters, generators of Python and NumPy) would
+change once per micro-batch, so such a batch is not split.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trimtab.core.errors import BatchError, LossError
+from trimtab.core.plan import SplitCheck
+from trimtab.losses import require_unscaled
+from trimtab.profiling.example_batch import own_loss
+from trimtab.profiling.measurement_notes import describe
+from trimtab.profiling.random_masks import (
+    VARIANTS,
+    MaskDraw,
+    ModuleMasks,
+    UnmatchedMasks,
+    counted_draws,
+    dropout_off,
+    other_draws,
+    shared_draws,
+)
+from trimtab.profiling.rounding_tolerance import (
+    Difference,
+    Norms,
+    distances,
+    largest_difference,
+    last_bits_moved,
+    move_last_bits,
+    norms,
+    total,
+)
+from trimtab.profiling.training_loop import TrainingLoop
+from trimtab.settings.compiled import noting_calls
+from trimtab.settings.precision import dtype_of
+from trimtab.state.loop_state import TORCH_GENERATORS, ChangeKind, LoopState, StateChange
+from trimtab.training.accumulation import WindowWeights
+from trimtab.training.batch import map_leaves, samples_at
+from trimtab.training.batch_splitting import BY_CONTAINERS, UNKNOWN, BatchSplitting, normalises_by_batch
+from trimtab.training.out_of_memory import is_out_of_memory
+from trimtab.training.sample_count import read_sample_count
+
+# Check of the loss's use of the model, before any measurement.
+
+
+def require_own_forward(subject: TrainingLoop, precision: str) -> None:
+    """Compute the loss of the batch once, with gradients and in the loop's precision, and check the model's forward.
+
+    Raises:
+        LossError: the loss function raised, its result is not a loss, it did not call the model itself, the model
+            runs under the loop's own autocast (which would override every precision that is tried), or the loss is
+            multiplied by a `GradScaler`'s scale.
+    """
+    casts = set[torch.dtype | None]()
+    _look(subject, precision, casts)
+    if not casts:
+        raise LossError(
+            "loss_fn",
+            got="a loss without a call of model(...)",
+            expected="a loss function that calls model(...)",
+            problem="loss_fn did not call model(...), so settings of a plan would have no effect on the loss.",
+            hint="Call the model that is passed to loss_fn, not a copy, a submodule or another method of it. To use "
+            "another method, pass a module whose forward calls that method.",
+            code="loss.model_not_called",
+        )
+    own = casts - {None, dtype_of(precision)}
+    if dtype_of(precision) is not None:  # The loop's own autocast to the same dtype is visible only without the plan's.
+        in_fp32 = set[torch.dtype | None]()
+        with contextlib.suppress(Exception):  # A loop that runs in half precision only is accepted.
+            _look(subject, "fp32", in_fp32)
+        own |= in_fp32 - {None}
+    if own:
+        name = str(own.pop()).removeprefix("torch.")
+        raise LossError(
+            "loss_fn",
+            got=f"a forward under autocast to {name}",
+            expected="a forward without autocast",
+            problem=f"loss_fn runs the model under its own autocast to {name}, which overrides every precision that a "
+            "plan can choose.",
+            hint="Remove autocast and GradScaler from the loop, and pass its precision to trimtab.plan: "
+            'reference=trimtab.Reference("bf16") or trimtab.Reference("fp16").',
+            code="loss.own_autocast",
+        )
+
+
+def _look(subject: TrainingLoop, precision: str, casts: set[torch.dtype | None]) -> None:
+    """Compute the loss and add the autocast dtype of the model's forwards to `casts`; None without autocast."""
+    device = subject.device.type
+
+    def note() -> None:
+        casts.add(torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None)
+
+    end = noting_calls(subject.model, note)
+    try:
+        loss, _ = subject.loss(precision=precision)
+        require_unscaled(loss)
+    finally:
+        end()
+
+
+# A second batch with other values, so that proofs do not rest on the example batch alone.
+
+_MOST_SCALED = 0.1
+
+
+def other_values(batch: Any, samples: int, wanted: int, batching: BatchSplitting = BY_CONTAINERS) -> Any | None:
+    """Return a batch with the same samples in another order and with changed values; None if indexing fails.
+
+    Floating-point values are scaled down by individual factors of up to a tenth, which preserves signs and the range
+    [0, 1]. Masks of 0 and 1, and integers (labels, token ids, lengths), are unchanged.
+
+    Args:
+        batch: batch with `samples` samples.
+        samples: number of samples in `batch`.
+        wanted: number of samples of the result.
+        batching: counts and splits batches.
+    """
+    if read_sample_count(batch).samples != samples:
+        return None  # Only the user's functions know the samples.
+    generator = torch.Generator().manual_seed(samples)
+    order = torch.randperm(samples, generator=generator).tolist()
+    indices = list(itertools.islice(itertools.cycle(order), wanted))
+
+    def scaled(tensor: Tensor) -> Tensor:
+        if (
+            not isinstance(tensor, Tensor)
+            or not tensor.is_floating_point()
+            or tensor.layout is not torch.strided
+            or bool(_is_mask(tensor))
+        ):
+            return tensor
+        factor = 1 - _MOST_SCALED * torch.rand(tensor.shape, generator=generator)
+        return (tensor.detach() * factor.to(tensor.device)).to(tensor.dtype).requires_grad_(tensor.requires_grad)
+
+    try:
+        other = map_leaves(samples_at(batch, indices), scaled)
+        reading = batching.read(other)
+    except (BatchError, RuntimeError, TypeError, IndexError):
+        return None
+    return other if reading.samples == wanted and reading.is_splittable else None
+
+
+def _is_mask(tensor: Tensor) -> Tensor:
+    return ((tensor == 0) | (tensor == 1)).all()
+
+
+TOLERANCE = 1e-4
+# Multiple of the change caused by perturbing the weights in their last bit that counts as rounding; and the largest
+# fraction of the whole gradient that rounding may explain for a parameter whose own gradient is near zero.
+_TIMES_ROUNDING, _MOST_ROUNDING = 30.0, 1e-5
+_SMALLEST = 1e-9  # Fraction of the whole gradient; smaller differences are ignored.
+_FP32_BYTES = 4
+_STATISTIC = re.compile(r"\.(running_mean|running_var|num_batches_tracked)\b")
+# Codes of checks that compared gradients.
+_DIFFERS = ("split.gradient_differs", "split.token_mean", "split.loss_is_sum")
+_HALF_ROUNDING = 0.02  # Largest relative rounding error of a half-precision gradient.
+_MOVED = 0.01  # Relative perturbation of the weights for detecting changes of state.
+_OTHER_WEIGHT = 1e-3  # Relative deviation of a piece's weight from its fraction of the samples.
+_REPEATED = 2e-6  # Relative difference of a repeated gradient; atomic additions on a GPU cause no more.
+_COUNTED = 4  # Largest number of samples for counting random draws.
+_OTHER_ROWS = 4  # A second batch has at most this many samples, or a quarter of the batch.
+
+
+@dataclass(frozen=True)
+class _Verdict:
+    """Result of comparing gradients; `code` is empty if they agree."""
+
+    code: str = ""
+    reason: str = ""
+    difference: float | None = None
+
+
+def check_splitting(subject: TrainingLoop, precision: str = "fp32", start: LoopState | None = None) -> SplitCheck:
+    """Return the verdict on splitting the batch into micro-batches; state is restored.
+
+    The longest batch and an example batch are both checked, because a mean over tokens splits exactly if no sample is
+    padded. If the whole batch does not fit in memory, the check uses the largest number of leading samples that fits.
+
+    Args:
+        subject: the user's loop.
+        precision: precision of the loop. The loop runs once in this precision; the comparison is in fp32.
+        start: snapshot of the loop's state, if available; restored on exit.
+
+    Returns:
+        The verdict, with a code, a reason and the largest relative difference of a parameter's gradient.
+
+    Raises:
+        LossError: the loss function raised, or the result is not a loss.
+    """
+    state = start or _held(subject)
+    with contextlib.ExitStack() as stack:
+        stack.callback(state.restore)
+        return _checked(subject, precision, state)
+
+
+def _checked(subject: TrainingLoop, precision: str, start: LoopState) -> SplitCheck:
+    check = _check_of_batch(subject, precision, start)
+    if subject.example is None or not check.splittable:
+        return check
+    other = _check_of_batch(replace(subject, batch=subject.example, example=None), precision, start)
+    return check if other.splittable else replace(other, reason=f"{other.reason} (found on the example batch)")
+
+
+def _check_of_batch(subject: TrainingLoop, precision: str, start: LoopState) -> SplitCheck:
+    rows = subject.rows
+    while True:
+        part = subject.first(rows)
+        try:
+            refusal = _state_refusal(part, precision, start)
+            check = _unknown_samples(part) or refusal or _check(part, start)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+        else:
+            fewer = f"; checked on the first {rows} of {subject.rows} samples, because more do not fit in memory"
+            return check if part is subject else replace(check, reason=check.reason + fewer)
+        rows //= 2  # Outside of the handler, because the exception keeps the failed attempt's tensors alive.
+        if rows < 2 or not _can_split(subject):
+            reason = "the splitting check ran out of memory in fp32, and the batch cannot be reduced further"
+            return _refused("split.out_of_memory", reason)
+
+
+def _can_split(subject: TrainingLoop) -> bool:
+    try:
+        subject.first(1)
+    except BatchError:
+        return False
+    return True
+
+
+def _refused(code: str, reason: str, difference: float | None = None) -> SplitCheck:
+    return SplitCheck(False, reason, difference, code=code)
+
+
+def _unknown_samples(subject: TrainingLoop) -> SplitCheck | None:
+    """Return a failed check if the number of samples is unknown, before any other reason."""
+    if unknown := subject.unknown:
+        return _refused(UNKNOWN, f"the number of samples of the batch is unknown: {unknown}")
+    return None
+
+
+def _check(subject: TrainingLoop, start: LoopState) -> SplitCheck:
+    if subject.rows < 2:
+        return _refused("split.one_sample", "the batch has one sample")
+    try:
+        pieces = list(_unequal_split(subject))
+    except BatchError as error:
+        return _refused("split.not_sliceable", f"the batch cannot be split: {error.reason}")
+    with _restoring(start):
+        shared = _shared_masks(subject)
+    if shared:
+        reason = f"samples share the random numbers drawn by {shared}, and micro-batches would draw different ones"
+        return _refused("split.random", reason)
+    with _restoring(start):
+        verdict = _proof(subject, pieces)
+        if verdict.code:
+            return _refused(verdict.code, verdict.reason, verdict.difference)
+        if shared is None:
+            reason = "the random numbers drawn in a forward could not be counted, and samples may share some of them"
+            return _refused("split.random", reason)
+        if (other := _second_batch(subject)) is not None:
+            second = _proof(other, list(_unequal_split(other)))
+            if second.code in _DIFFERS:
+                reason = f"{second.reason} (found on a second batch with other values)"
+                return _refused(second.code, reason, second.difference)
+    difference = verdict.difference or 0.0
+    reason = f"an unequal split changes no parameter's gradient by more than {difference:.1e} (limit {TOLERANCE:g})"
+    return SplitCheck(True, reason, difference, code="split.proved")
+
+
+def _second_batch(subject: TrainingLoop) -> TrainingLoop | None:
+    """Return the loop with a smaller batch of other values, or None if none can be made."""
+    samples = min(subject.rows, max(_OTHER_ROWS, subject.rows // 4))
+    if subject.second is not None:
+        return replace(subject, batch=subject.second, example=None).first(samples)
+    other = other_values(subject.batch, subject.rows, samples, subject.batching)
+    return None if other is None else replace(subject, batch=other, example=None)
+
+
+# State --------------------------------------------------------------------------------------------------------------
+
+
+def _held(subject: TrainingLoop) -> LoopState:
+    return LoopState(subject.trained, subject.optimizer, loss_fn=own_loss(subject.loss_fn))
+
+
+def _watched(subject: TrainingLoop) -> LoopState:
+    """Return a snapshot of the current state for finding changes, with checksums of tensors that `_held` copies."""
+    state = subject.optimizer.state.values()
+    held = {id(tensor) for each in state for tensor in each.values() if isinstance(tensor, Tensor)}
+    return LoopState(
+        subject.trained,
+        subject.optimizer,
+        loss_fn=own_loss(subject.loss_fn),
+        of_forwards=True,
+        held_elsewhere=held,
+    )
+
+
+@contextlib.contextmanager
+def _restoring(start: LoopState) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        start.restore()
+
+
+def _state_refusal(subject: TrainingLoop, precision: str, start: LoopState) -> SplitCheck | None:
+    """Return a failed check if a second forward would change state again, or would change the result of the first.
+
+    Weights are perturbed slightly, so that a teacher equal to its student is seen to follow it. A value that every
+    forward overwrites with the same content (such as the last attention map, kept for inspection) is accepted.
+
+    Raises:
+        LossError: as of `require_own_forward`.
+    """
+    model = subject.trained
+    with _restoring(start):
+        move_last_bits(model, seed=0, epsilon=_MOVED)
+        state = _watched(subject)
+        require_own_forward(subject, precision)
+        changed = _counted(state.changes())
+    if not model.training:  # The model was passed in evaluation mode; find the changes of training mode.
+        with _restoring(start), _as_it_trains(model):
+            move_last_bits(model, seed=0, epsilon=_MOVED)
+            state = _watched(subject)
+            # A failure in training mode is reported by the comparison of gradients.
+            with contextlib.suppress(Exception):
+                subject.loss()
+            changed += _counted(state.changes())
+    if not changed:
+        return None
+    if refusal := _batch_statistics(model, changed):
+        return refusal
+    repeats = _changes_again(subject, start)
+    return None if repeats == [] else _changes_refusal(repeats or changed)
+
+
+def _changes_again(subject: TrainingLoop, start: LoopState) -> list[StateChange] | None:
+    """Return the state that a second forward changes again; None if the forward fails or gives another gradient."""
+    whole = [(subject.batch, subject.rows)]
+    masks = ModuleMasks(subject.trained, subject.rows)
+    with _restoring(start), _as_it_trains(subject.trained), dropout_off(subject.trained):
+        move_last_bits(subject.trained, seed=0, epsilon=_MOVED)
+        try:
+            before, between = _gradient(subject, whole, masks), _watched(subject)
+            after = _gradient(subject, whole, masks)
+        except Exception as error:
+            _pass_on_memory(error)
+            return None
+        again = _counted(between.changes())
+        is_same = _difference(before, after).relative <= _REPEATED
+        return again if again or is_same else None
+
+
+def _counted(changes: Sequence[StateChange]) -> list[StateChange]:
+    """Return the changes that prevent a split.
+
+    Gradients are the result. torch's generators draw dropout masks sample by sample from the same distribution; the
+    comparison of gradients decides if a draw couples samples.
+    """
+    ignored = (ChangeKind.GRADIENT, ChangeKind.BATCH)
+    return [c for c in changes if c.kind not in ignored and c.path not in TORCH_GENERATORS]
+
+
+def _batch_statistics(model: nn.Module, changed: Sequence[StateChange]) -> SplitCheck | None:
+    owners = {name: module for name, module in model.named_modules() if normalises_by_batch(module)}
+    moved = {c.path.rpartition(".")[0].removeprefix("model.").removeprefix("model") for c in changed}
+    kinds = sorted({type(module).__name__ for name, module in owners.items() if name in moved})
+    if kinds:
+        reason = f"{', '.join(kinds)} normalises over the batch, and micro-batches would have other batch statistics"
+        return _refused("split.batch_statistics", reason)
+    others = [change.path for change in changed if _STATISTIC.search(change.path)]
+    if len(others) < len(changed):
+        return None
+    return _refused(
+        "split.batch_statistics",
+        f"the loss function runs a network that normalises over the batch and updates {others[0]}, and micro-batches "
+        "would have other batch statistics. Run that network outside of the loss function, and pass its output in the "
+        "batch",
+    )
+
+
+def _changes_refusal(changed: Sequence[StateChange]) -> SplitCheck:
+    paths = [change.path for change in changed]
+    named = ", ".join(paths[:3]) + (f" and {len(paths) - 3} more" if len(paths) > 3 else "")
+    return _refused(
+        "split.state_changes",
+        f"each forward changes {named}, and micro-batches would change this state several times per step. If the "
+        "state is only a log, return (loss, {name: value}) from the loss function and log the value outside",
+    )
+
+
+# Random masks -------------------------------------------------------------------------------------------------------
+
+
+def _shared_masks(subject: TrainingLoop) -> str | None:
+    """Return the places of random numbers that several samples share and the gradient depends on, or "".
+
+    None if the forward fails. The elements drawn for some samples, and for the same samples twice, are counted: a
+    mask of a weight has the same number in both cases.
+    """
+    for few, many, times in _samples_and_more(subject):
+        try:
+            with _as_it_trains(subject.trained):
+                counts = Counter[MaskDraw](), Counter[MaskDraw]()
+                for batch, count in zip((few, many), counts, strict=True):
+                    with counted_draws(count):
+                        subject.loss(batch)
+                shared = shared_draws(*counts, times)
+                if not shared or not _matter(subject, many, shared):
+                    return ""
+                return ", ".join(dict.fromkeys(draw.text(subject.trained) for draw in shared[:3]))
+        # A made-up batch or a part may fail; the comparison of gradients reports the latter.
+        except Exception as error:
+            _pass_on_memory(error)
+    return None
+
+
+def _samples_and_more(subject: TrainingLoop) -> Iterator[tuple[Any, Any, float | None]]:
+    """Yield pairs of batches and the ratio of their sample counts, or None if samples have different sizes."""
+    samples = max(1, min(_COUNTED, subject.rows // 2))
+    if read_sample_count(subject.batch).samples == subject.rows:
+        with contextlib.suppress(BatchError, RuntimeError, TypeError, IndexError):
+            first = list(range(samples))
+            yield samples_at(subject.batch, first), samples_at(subject.batch, first * 2), 2.0
+    part, _ = next(_unequal_split(subject))
+    yield part, subject.batch, None
+
+
+def _matter(subject: TrainingLoop, batch: Any, draws: Sequence[MaskDraw]) -> bool:
+    """Return True if the gradient depends on some draws; a drawn number may be unused."""
+    before: Gradients | None = None
+    for variant in range(VARIANTS):
+        with other_draws(draws, variant):
+            found = _gradient(subject, [(batch, 1)], ModuleMasks(nn.Module(), 1))
+        if before is not None and not _difference(before, found).relative <= _REPEATED:
+            return True
+        before = found
+    return False
+
+
+# Gradients ----------------------------------------------------------------------------------------------------------
+
+Gradients = dict[str, Tensor]
+
+
+def _unequal_split(subject: TrainingLoop) -> Iterator[tuple[Any, int]]:
+    """Yield pieces of about 5/8, 2/8 and 1/8 of the samples."""
+    rows = subject.rows
+    ends = sorted({max(1, round(rows * 0.625)), max(1, round(rows * 0.875)), rows})
+    for start, stop in itertools.pairwise((0, *ends)):
+        yield subject.batching.part(subject.batch, start, stop, rows), stop - start
+
+
+def _proof(subject: TrainingLoop, pieces: Sequence[tuple[Any, int]]) -> _Verdict:
+    model, whole_batch = subject.trained, [(subject.batch, subject.rows)]
+    masks = ModuleMasks(model, subject.rows)
+    with _as_it_trains(model), dropout_off(model):
+        try:
+            whole = _gradient(subject, whole_batch, masks)
+        except Exception as error:
+            _pass_on_memory(error)
+            reason = f"the forward and backward failed in training mode with dropout disabled ({describe(error)})"
+            return _Verdict("split.whole_fails", reason)
+        sizes = norms(whole)
+        if not 0 < total(sizes) < float("inf"):
+            reason = "the gradient of the whole batch is zero, NaN or infinite, so gradients cannot be compared"
+            return _Verdict("split.no_gradient", reason)
+        try:
+            split = _gradient(subject, pieces, masks)
+        except UnmatchedMasks as error:
+            return _Verdict("split.random", str(error))
+        except Exception as error:  # The user's model may reject a part of its batch with any exception.
+            _pass_on_memory(error)
+            return _Verdict(
+                "split.part_fails", f"the forward and backward of a part of the batch failed ({describe(error)})"
+            )
+        found = _within(subject, whole, sizes, split, masks)
+        if found.is_rounding:
+            return _Verdict(difference=found.relative if found.ratio > 0 else 0.0)
+        repeat = _within(subject, whole, sizes, _gradient(subject, whole_batch, masks), masks)
+        if not repeat.is_rounding:
+            reason = f"the gradient of {repeat.name} differs between two equal forwards, although dropout is disabled"
+            return _Verdict("split.random", reason)
+        return _cause(subject, whole, sizes, pieces, found, masks)
+
+
+def _within(subject: TrainingLoop, whole: Gradients, sizes: Norms, other: Gradients, masks: ModuleMasks) -> Difference:
+    """Return the parameter whose gradient differs most, relative to its tolerance.
+
+    The tolerance is a constant fraction of each gradient, plus a multiple of its rounding error if rounding could
+    explain the difference.
+    """
+    apart, everything = distances(whole, other), total(sizes)
+    allowed = {name: TOLERANCE * size + _SMALLEST * everything for name, size in sizes.items()}
+    found = largest_difference(apart, allowed, sizes)
+    if found.is_rounding or not _near_zero(apart, allowed, everything):
+        return found
+    with last_bits_moved(subject.trained, seed=0):
+        moved = distances(whole, _gradient(subject, [(subject.batch, subject.rows)], masks))
+    explained = {name: min(_TIMES_ROUNDING * moved[name], _MOST_ROUNDING * everything) for name in allowed}
+    return largest_difference(apart, {name: allowed[name] + explained[name] for name in allowed}, sizes)
+
+
+def _near_zero(apart: Norms, allowed: Norms, everything: float) -> bool:
+    """Return True if rounding could explain every difference that exceeds its tolerance.
+
+    The tolerance is relative to a parameter's own gradient. A gradient near zero has a tolerance near zero, which
+    rounding alone can exceed; such a difference is still tiny relative to the gradient of all parameters.
+
+    Args:
+        apart: norm of the difference, by parameter.
+        allowed: tolerance, by parameter.
+        everything: norm of the gradient of all parameters.
+    """
+    return all(error <= 2 * _MOST_ROUNDING * everything for name, error in apart.items() if error > allowed[name])
+
+
+def _cause(
+    subject: TrainingLoop,
+    whole: Gradients,
+    sizes: Norms,
+    pieces: Sequence[tuple[Any, int]],
+    found: Difference,
+    masks: ModuleMasks,
+) -> _Verdict:
+    """Return the reason for a different gradient, with a remedy if there is one.
+
+    If the whole gradient is a weighted sum of the pieces' gradients, only the weights were wrong: weights of 1
+    indicate a sum over samples, other weights a mean over unequal numbers of terms.
+    """
+    text = f"splitting the batch unequally changes the gradient of {found.name} by {found.relative:.2g} (relative)"
+    starts = itertools.accumulate((rows for _, rows in pieces), initial=0)
+    parts = [_gradient(subject, [piece], masks, first) for piece, first in zip(pieces, starts, strict=False)]
+    weights = _weights_that_fit(whole, parts)
+    nominal = [rows / subject.rows for _, rows in pieces]
+    if weights is not None and any(abs(w - n) > _OTHER_WEIGHT * n for w, n in zip(weights, nominal, strict=True)):
+        remedy = "Return trimtab.Summed(loss_sum, count) from the loss function to allow splitting"
+        if all(abs(weight - 1) < _HALF_ROUNDING for weight in weights):
+            reason = f"{text}, because the loss is a sum over samples. {remedy}"
+            return _Verdict("split.loss_is_sum", reason, found.relative)
+        why = "because the loss is a mean over terms (such as tokens) and samples have different numbers of terms"
+        return _Verdict("split.token_mean", f"{text}, {why}. {remedy}", found.relative)
+    halves = {p.dtype for p in subject.trained.parameters() if p.requires_grad and p.element_size() < _FP32_BYTES}
+    if halves and found.relative < _HALF_ROUNDING:
+        name = str(halves.pop()).removeprefix("torch.")
+        why = f"because gradients of {name} weights are also accumulated in {name}. Keep the weights in fp32 to allow"
+        return _Verdict("split.half_weights", f"{text}, {why} splitting", found.relative)
+    reason = f"{text}, because the loss or the model couples samples"
+    return _Verdict("split.gradient_differs", reason, found.relative)
+
+
+def _weights_that_fit(whole: Gradients, parts: Sequence[Gradients]) -> list[float] | None:
+    """Return positive weights with which the pieces' gradients sum to the whole gradient, or None."""
+
+    def products(left: Gradients, right: Gradients) -> float:
+        pairs = ((left[name].double().flatten(), right[name].double().flatten()) for name in whole)
+        return float(sum(torch.dot(a, b) for a, b in pairs))
+
+    gram = torch.tensor([[products(a, b) for b in parts] for a in parts], dtype=torch.float64)
+    target = torch.tensor([products(a, whole) for a in parts], dtype=torch.float64)
+    weights = [float(weight) for weight in torch.linalg.lstsq(gram, target.unsqueeze(1)).solution.flatten()]
+    if not all(0 < weight < float("inf") for weight in weights):
+        return None
+    fitted = {
+        name: torch.as_tensor(sum(w * part[name] for w, part in zip(weights, parts, strict=True))) for name in whole
+    }
+    apart, sizes = distances(whole, fitted), norms(whole)
+    return weights if all(apart[n] <= TOLERANCE * (sizes[n] + 0.01 * total(sizes)) for n in apart) else None
+
+
+def _difference(left: Gradients, right: Gradients) -> Difference:
+    sizes = norms(left)
+    return largest_difference(
+        distances(left, right), {n: size + _SMALLEST * total(sizes) for n, size in sizes.items()}, sizes
+    )
+
+
+def relative_difference(whole: Sequence[Tensor], other: Sequence[Tensor]) -> float | None:
+    """Return |whole - other| / |whole| over all tensors; None if it is not finite."""
+    left, right = ({str(i): each for i, each in enumerate(tensors)} for tensors in (whole, other))
+    error, norm = total(distances(left, right)), total(norms(left))
+    return error / norm if norm > 0 and error / norm < float("inf") else None
+
+
+def _pass_on_memory(error: Exception) -> None:
+    if is_out_of_memory(error):
+        raise error
+
+
+def _gradient(
+    subject: TrainingLoop, pieces: Sequence[tuple[Any, int]], masks: ModuleMasks, first: int = 0
+) -> Gradients:
+    """Return the accumulated gradient of pieces of the batch.
+
+    Args:
+        subject: the user's loop.
+        pieces: batches with their numbers of samples.
+        masks: recorded masks of modules that draw their own.
+        first: index in the batch of the first piece's first sample.
+    """
+    parameters = {name: p for name, p in subject.trained.named_parameters() if p.requires_grad}
+    for parameter in parameters.values():
+        parameter.grad = None
+    weights = WindowWeights()
+    weights.open(sum(rows for _, rows in pieces), len(pieces))
+    for piece, rows in pieces:
+        with masks.of(first, rows):
+            loss, count = subject.loss(piece)
+            weights.weigh(loss, count, rows).backward()
+        first += rows
+    factor, found = weights.correction, Gradients()
+    for name, parameter in parameters.items():
+        gradient, parameter.grad = parameter.grad, None  # Moved, not copied: only a single set of gradients is held.
+        if gradient is None:
+            found[name] = torch.zeros_like(parameter)
+        else:
+            found[name] = gradient if isinstance(factor, float) and factor == 1 else gradient * factor
+    return found
+
+
+@contextlib.contextmanager
+def _as_it_trains(model: nn.Module) -> Iterator[None]:
+    """Put a model in evaluation mode into training mode inside the context."""
+    modes: list[tuple[nn.Module, bool]] = []
+    if not model.training:
+        modes = [(module, module.training) for module in model.modules()]
+        model.train()
+    try:
+        yield
+    finally:
+        for module, mode in modes:
+            module.training = mode

@@ -1,0 +1,663 @@
+"""The plan's proof: two optimizer steps of the unchanged loop and of the plan, from the same state, are compared.
+
+The unchanged loop is written out here and shares no code with a run. The plan is applied as in `trimtab.start`, with
+all settings: split, recomputation, loss head, memory format, fused step, compiler. The gradients of the first step
+are compared, and every parameter, buffer and tensor of optimizer state after the second step, whose batch has other
+values.
+
+The comparison is made in fp32, within a tolerance of rounding (`rounding`), and then in the planned precision, within
+a tolerance derived from the unchanged loop in that precision with weights perturbed in their last bit. Both loops use
+the same random numbers if the plan neither splits, compiles nor changes the memory format (masks are drawn in memory
+order); otherwise dropout is disabled in both.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import math
+import warnings
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trimtab.core.choice import Proof, RefusedByProof, SplitCheck
+from trimtab.core.profile import Candidate, Profile, ProvedCandidate
+from trimtab.planner.plan_choice import chosen_candidate
+from trimtab.profiling.example_batch import own_loss
+from trimtab.profiling.gradient_equivalence import other_values
+from trimtab.profiling.measurement_notes import describe
+from trimtab.profiling.random_masks import drawing_modules, dropout_off
+from trimtab.profiling.rounding_tolerance import (
+    Difference,
+    Norms,
+    distances,
+    finite_norms,
+    largest_difference,
+    last_bits_moved,
+    norms,
+    total,
+)
+from trimtab.profiling.training_loop import TrainingLoop
+from trimtab.state.loop_state import LoopState
+from trimtab.state.object_snapshots import host_copy
+from trimtab.training.accumulation import or_one
+from trimtab.training.out_of_memory import is_out_of_memory
+
+# Settings in order of suspicion: the ones that change most of a step first.
+SETTINGS = (
+    "micro_batch",
+    "recompute",
+    "fused_optimizer",
+    "loss_chunk",
+    "memory_layout",
+    "compiled",
+    "precision",
+    "allocator",
+)
+_LAST_BIT = {"bf16": 2.0**-8, "fp16": 2.0**-11, "tf32": 2.0**-10}
+_ERROR = "proof.error"
+_NON_FINITE = "proof.nonfinite"
+_MOST_SCALES = 20  # A loss scale of 65536 is halved until no gradient overflows.
+_PLAIN_SCALE = 2.0**12
+_QUICK_S = 0.1  # Seconds; a shorter step is proved on the whole batch.
+_SMALLEST = 1e-9  # Fraction of the whole gradient.
+# Multiple of its rounding error, and fraction of the whole gradient: a smaller gradient is only rounding.
+_MANY_TIMES, _NEAR_ZERO = 30.0, 1e-3
+_TINY_RATE, _MOVING_RATE = 1e-6, 1e-3
+_MOST_ROUNDING = 0.9  # Fraction of the distance moved.
+_STATE_OF = " of "  # Joins the names of a tensor of optimizer state and of its parameter.
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """Largest accepted difference between two loops.
+
+    Args:
+        relative: fraction of a gradient's norm.
+        moved: fraction of the distance that two steps move a tensor.
+        times: multiple of the change caused by perturbing the weights in their last bit.
+        most: cap on this multiple, as a fraction of the distance moved, for gradients clearly above rounding.
+    """
+
+    relative: float
+    moved: float
+    times: float
+    most: float
+
+
+_FP32 = Tolerance(relative=1e-4, moved=1e-3, times=30.0, most=0.3)
+_REDUCED = Tolerance(relative=0.02, moved=0.05, times=4.0, most=0.9)
+
+
+class _LoopResults:
+    """Copies of a loop's results: gradients of the first step, and the state after the second."""
+
+    def __init__(self) -> None:
+        self.gradients: dict[str, Tensor] = {}
+        self.after: dict[str, Tensor] = {}
+
+    def see_gradients(self, gradients: Mapping[str, Tensor]) -> None:
+        """Copy the gradients of the first step."""
+        self.gradients = {name: host_copy(each) for name, each in gradients.items()}
+
+    def see_state(self, state: Mapping[str, Tensor]) -> None:
+        """Copy the state after the second step."""
+        self.after = {name: host_copy(each) for name, each in state.items()}
+
+    def clear(self) -> None:
+        """Free the copies."""
+        self.gradients, self.after = {}, {}
+
+
+class _Distances:
+    """Distances of a loop's results from copies, computed without copying."""
+
+    def __init__(self, copies: _LoopResults) -> None:
+        self._copies = copies
+        self.gradients: Norms = {}
+        self.after: Norms = {}
+
+    def see_gradients(self, gradients: Mapping[str, Tensor]) -> None:
+        """Compare the gradients of the first step."""
+        self.gradients = distances(self._copies.gradients, gradients)
+
+    def see_state(self, state: Mapping[str, Tensor]) -> None:
+        """Compare the state after the second step."""
+        self.after = distances(self._copies.after, state)
+
+
+_Seen = _LoopResults | _Distances
+_Loop = Callable[[_Seen], None]
+
+
+@dataclass(frozen=True)
+class _Comparison:
+    """Configuration of a comparison.
+
+    Args:
+        candidate: the plan's settings.
+        pieces: samples per forward of the unchanged loop.
+        drops: True if dropout stays on.
+    """
+
+    candidate: Candidate
+    pieces: int
+    drops: bool
+
+
+def prove(
+    subject: TrainingLoop,
+    candidate: Candidate,
+    reference: Candidate,
+    step_s: float | None = None,
+    start: LoopState | None = None,
+) -> Proof:
+    """Compare the training of a candidate with the unchanged loop; state is restored.
+
+    Extra memory: a copy of gradients, parameters, buffers and optimizer state on the host, and a second copy if
+    `start` is not given.
+
+    Args:
+        subject: the user's loop.
+        candidate: the settings to prove.
+        reference: the loop's own settings.
+        step_s: seconds per step of the loop; a long step is proved on fewer samples.
+        start: snapshot of the loop's state, if available.
+    """
+    changed = tuple(name for name in SETTINGS if getattr(candidate, name) != getattr(reference, name))
+    samples = _samples(subject.rows, candidate, step_s)
+    state = start or LoopState(subject.trained, subject.optimizer, loss_fn=own_loss(subject.loss_fn))
+    while True:
+        try:
+            own = _scaled(reference, subject.rows, samples).micro_batch
+            tried = _scaled(candidate, subject.rows, samples)
+            with contextlib.ExitStack() as stack:
+                stack.callback(state.restore)
+                return _prove(_smaller(subject, samples), tried, own, changed, state)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+        samples //= 2  # Outside of the handler, because the exception keeps the failed attempt's tensors alive.
+        if samples < 2:
+            reason = "the comparison ran out of memory, even with a batch of two samples"
+            return Proof(False, reason, "proof.out_of_memory", changed)
+
+
+def refuted_settings(
+    subject: TrainingLoop,
+    candidate: Candidate,
+    reference: Candidate,
+    step_s: float | None = None,
+    start: LoopState | None = None,
+) -> tuple[str, ...]:
+    """Return the settings that caused a proof to fail, found by leaving settings out.
+
+    If the proof holds without a setting, that setting is the cause. Otherwise the causes are all settings that fail
+    alone, or all changed settings if none does.
+    """
+    changed = [name for name in SETTINGS if getattr(candidate, name) != getattr(reference, name)]
+
+    def holds(tried: Candidate) -> bool:
+        return prove(subject, tried, reference, step_s, start).holds
+
+    if len(changed) > 1:
+        for name in changed:
+            if holds(replace(candidate, **{name: getattr(reference, name)})):
+                return (name,)
+        alone = [name for name in changed if not holds(replace(reference, **{name: getattr(candidate, name)}))]
+        return tuple(alone or changed)
+    return tuple(changed)
+
+
+def with_proof(
+    subject: TrainingLoop, profile: Profile, progress: Callable[[str], None], start: LoopState
+) -> tuple[Profile, bool]:
+    """Prove the candidate that a profile's plan would choose; state is restored.
+
+    Args:
+        start: snapshot of the loop's state.
+
+    Returns:
+        The profile with the result, and True if the search is over. After a failed proof, the settings that caused it
+        are refused in the profile, and the search continues without them.
+    """
+    candidate = chosen_candidate(profile, profile.objective, profile.budget)
+    if candidate is None or profile.proof_of(candidate) is not None:
+        return profile, True
+    progress(f"proving the plan: {candidate.describe()}")
+    reference, step_s = profile.reference_candidate, sum(profile.phases_s.values())
+    proof = _proof_or_error(subject, candidate, reference, step_s, start)
+    profile = replace(profile, proofs=(*profile.proofs, ProvedCandidate(candidate, proof)))
+    if proof.code == "proof.out_of_memory" or (candidate == reference and proof.code in ("proof.differs", _NON_FINITE)):
+        text = f"The plan could not be proved equivalent to your loop: {proof.reason}."
+        hint = "Compare its losses with those of your loop before you rely on it."
+        warnings.warn(f"{text} {hint}", RuntimeWarning, stacklevel=2)
+    if proof.holds or candidate == reference or proof.code == "proof.out_of_memory":
+        return profile, True
+    causes = proof.settings
+    if proof.code != _ERROR:
+        with contextlib.suppress(Exception):  # If the search for the cause fails, every setting is unproved.
+            # A loop that is NaN without any setting cannot prove any; the cause is not searched for.
+            if proof.code != _NON_FINITE or prove(subject, reference, reference, step_s, start).code != _NON_FINITE:
+                causes = refuted_settings(subject, candidate, reference, step_s, start)
+    for name in causes:
+        value = None if name == "micro_batch" else getattr(candidate, name)
+        profile = replace(
+            profile,
+            refused_by_proof=(
+                *profile.refused_by_proof,
+                RefusedByProof(name, value, f"not proved equivalent: {proof.reason}", proof.code),
+            ),
+        )
+        if name == "micro_batch":
+            profile = replace(profile, check=SplitCheck(False, proof.reason, code="split.plan_differs"))
+    return profile, False
+
+
+def _proof_or_error(
+    subject: TrainingLoop, candidate: Candidate, reference: Candidate, step_s: float, start: LoopState
+) -> Proof:
+    try:
+        return prove(subject, candidate, reference, step_s, start)
+    except Exception as error:  # Treated like a failed proof.
+        changed = tuple(name for name in SETTINGS if getattr(candidate, name) != getattr(reference, name))
+        return Proof(False, f"the comparison itself failed ({describe(error)})", _ERROR, changed)
+
+
+# Size of the proof --------------------------------------------------------------------------------------------------
+
+
+def _samples(rows: int, candidate: Candidate, step_s: float | None) -> int:
+    """Return the number of samples for a proof: a quarter of the batch if a step takes long.
+
+    A compiled model is proved on the whole batch, because other shapes would be compiled again.
+    """
+    if candidate.compiled or step_s is None or step_s < _QUICK_S:
+        return rows
+    return min(rows, max(4, math.ceil(rows / 4)))
+
+
+def _scaled(candidate: Candidate, rows: int, samples: int) -> Candidate:
+    """Return a candidate for fewer samples that are split and chunked in the same proportions as the batch."""
+    if samples == rows:
+        return candidate
+    micro = samples if candidate.micro_batch >= rows else _scaled_micro_batch(candidate.micro_batch, rows, samples)
+    chunk = None if candidate.loss_chunk is None else max(1, candidate.loss_chunk * samples // rows)
+    return replace(candidate, micro_batch=micro, loss_chunk=chunk)
+
+
+def _scaled_micro_batch(micro_batch: int, rows: int, samples: int) -> int:
+    """Return the micro-batch for fewer samples; the last one is smaller if and only if the plan's last one is."""
+    is_uneven, wanted = rows % micro_batch != 0, micro_batch * samples / rows
+    alike = [size for size in range(1, samples) if (samples % size != 0) == is_uneven]
+    return min(alike, key=lambda size: abs(size - wanted), default=max(1, int(wanted)))
+
+
+def _smaller(subject: TrainingLoop, samples: int) -> TrainingLoop:
+    if samples >= subject.rows:
+        return subject
+    return replace(subject.first(samples), example=None)
+
+
+# The proof ----------------------------------------------------------------------------------------------------------
+
+
+def _prove(
+    subject: TrainingLoop, candidate: Candidate, own_pieces: int, changed: tuple[str, ...], start: LoopState
+) -> Proof:
+    found: list[tuple[Difference, int]] = []
+    precisions: list[str] = []
+    batches = _two_batches(subject)
+    drawing = _drawing(subject)
+    for precision, comparison in _comparisons(subject, candidate, own_pieces):
+        proof = _compared(subject, start, batches, precision, comparison, changed, drawing)
+        unusable = isinstance(proof, Proof) and proof.code in ("proof.baseline_failed", _NON_FINITE)
+        if unusable and subject.second is None and batches[1] is not subject.batch:
+            start.restore()  # The user's loss may reject made-up values, or be infinite for them.
+            batches = (subject.batch, subject.batch)
+            proof = _compared(subject, start, batches, precision, comparison, changed, drawing)
+        if isinstance(proof, Proof):
+            if proof.code == "proof.baseline_failed" and precision != candidate.precision:
+                continue  # A loop that fails in fp32 is proved in its own precision only.
+            return proof
+        found.append(proof)
+        precisions.append(precision)
+    if not found:
+        return Proof(False, "your loop failed in every precision of the comparison", "proof.baseline_failed", changed)
+    largest = max((difference for difference, _ in found), key=lambda each: each.ratio)
+    tensors = found[0][1]
+    names = tuple(dict.fromkeys(precisions))
+    reason = (
+        f"two optimizer steps of your loop and of the plan, in {' and in '.join(names)}, agree to rounding in the "
+        f"gradients and in {tensors} tensors of state; the largest difference is {largest.ratio:.2g} of its tolerance"
+    )
+    return Proof(True, reason, "proof.holds", changed, names, tensors, largest.ratio)
+
+
+def _drawing(subject: TrainingLoop) -> set[nn.Module]:
+    """Return the modules outside torch that apply random dropout in a forward; an empty set if the forward fails.
+
+    The forward changes the loop's state (random generators, buffers), which the caller restores.
+    """
+    with contextlib.suppress(Exception):  # The unchanged loop fails too, and that error is reported.
+        return drawing_modules(subject.trained, subject.loss)
+    return set()
+
+
+def _comparisons(subject: TrainingLoop, candidate: Candidate, own_pieces: int) -> Iterator[tuple[str, _Comparison]]:
+    """Yield (precision, comparison): in fp32, then in the planned precision.
+
+    A model compiled in another precision is not compiled for fp32 too. A plan that splits or recomputes is also
+    compared with dropout on, against an unchanged loop with the same split: both must draw the same masks.
+
+    Args:
+        own_pieces: samples per forward of the user's own loop, which may accumulate gradients.
+    """
+    own, pieces = (min(size, subject.rows) for size in (own_pieces, candidate.micro_batch))
+
+    def may_drop(tried: Candidate) -> bool:
+        return pieces == own and not tried.compiled and tried.memory_layout == "keep"
+
+    in_fp32 = replace(candidate, precision="fp32")
+    if candidate.precision != "fp32":
+        in_fp32 = replace(in_fp32, compiled=False)
+    yield "fp32", _Comparison(in_fp32, own, drops=may_drop(in_fp32))
+    if (pieces != own or in_fp32.recompute is not None) and not may_drop(in_fp32):
+        same_masks = replace(in_fp32, compiled=False, memory_layout="keep")
+        yield "fp32", _Comparison(same_masks, pieces, drops=True)
+    if candidate.precision != "fp32":
+        yield candidate.precision, _Comparison(candidate, own, drops=may_drop(candidate))
+
+
+def _compared(
+    subject: TrainingLoop,
+    start: LoopState,
+    batches: Sequence[Any],
+    precision: str,
+    comparison: _Comparison,
+    changed: tuple[str, ...],
+    drawing: Collection[nn.Module],
+) -> tuple[Difference, int] | Proof:
+    """Return the largest difference and the number of compared tensors, or a failed proof."""
+
+    def steps(loop: _Loop, seen: _Seen) -> None:
+        start.restore()
+        is_random = contextlib.nullcontext() if comparison.drops else dropout_off(subject.trained, drawing)
+        with _subject_with_rate(subject), is_random:
+            loop(seen)
+
+    def plain(seen: _Seen) -> None:
+        _plain_steps(subject, batches, precision, comparison.pieces, seen)
+
+    def planned(seen: _Seen) -> None:
+        _planned_steps(subject, comparison.candidate, batches, seen)
+
+    def moved(loop: _Loop) -> _Loop:
+        def run(seen: _Seen) -> None:
+            with last_bits_moved(subject.trained, seed=1, epsilon=_LAST_BIT.get(precision, 0.0)):
+                loop(seen)
+
+        return run
+
+    expected, found = _LoopResults(), _LoopResults()
+    try:
+        steps(plain, expected)
+    except Exception as error:
+        return _failed("proof.baseline_failed", "your loop", error, changed)
+    start.restore()
+    judge = _Judge(_FP32 if precision == "fp32" else _REDUCED, _state(subject), expected)
+    if name := judge.non_finite():
+        reason = f"two optimizer steps of your loop in {precision} make {name} NaN or infinite"
+        return Proof(False, reason, _NON_FINITE, changed)
+    apart = _Distances(expected)
+    try:
+        steps(planned, apart)
+    except Exception as error:
+        return _failed("proof.failed", "the plan", error, changed)
+    difference = judge.largest(apart)
+    if not difference.is_rounding:
+        again = _Distances(expected)
+        steps(plain, again)
+        if name := judge.not_reproducible(again):
+            reason = f"two runs of your loop from the same state differ in the gradient of {name}"
+            return Proof(False, reason, "proof.not_reproducible", changed)
+        rounding = _Distances(expected)  # The rounding errors of both loops, as long as they may explain more.
+        steps(moved(plain), rounding)
+        judge.learn(rounding)
+        difference = judge.largest(apart)
+    if not difference.is_rounding:
+        expected.clear()  # Avoids holding two copies at a time.
+        steps(planned, found)
+        rounding = _Distances(found)
+        steps(moved(planned), rounding)
+        judge.learn(rounding)
+        difference = judge.largest(apart)
+    if difference.is_rounding:
+        return difference, judge.num_tensors
+    reason = (
+        f"{difference.name} differs from that of your loop in {precision} by {difference.relative:.2g} (relative), "
+        f"which is {difference.ratio:.2g} times the tolerance"
+    )
+    return Proof(False, reason, "proof.differs", changed, worst=difference.ratio)
+
+
+def _failed(code: str, who: str, error: Exception, changed: tuple[str, ...]) -> Proof:
+    if is_out_of_memory(error):
+        raise error
+    return Proof(False, f"{who} failed ({describe(error)})", code, changed)
+
+
+class _Judge:
+    """Compares the results of two loops, with a tolerance for each tensor.
+
+    Args:
+        tolerance: relative tolerances.
+        before: state that both loops start from.
+        expected: results of the unchanged loop; only norms are kept.
+    """
+
+    def __init__(self, tolerance: Tolerance, before: Mapping[str, Tensor], expected: _LoopResults) -> None:
+        self._tolerance = tolerance
+        self._sizes = norms(expected.gradients)
+        known = {name: each for name, each in before.items() if name in expected.after}
+        self._before = finite_norms(known)
+        # Optimizer state created in the first step moved from zero.
+        self._moved = finite_norms(expected.after) | distances(known, expected.after)
+        self._epsilons = {name: _epsilon(each) for name, each in expected.after.items()}
+        self._of_gradients, self._of_state = (dict.fromkeys(each, 0.0) for each in (self._sizes, self._moved))
+
+    @property
+    def num_tensors(self) -> int:
+        """Number of compared tensors of state."""
+        return len(self._moved)
+
+    def non_finite(self) -> str:
+        """Return the name of a gradient or once finite parameter that the unchanged loop made NaN or infinite, or "".
+
+        Buffers are ignored, because a mask may contain infinities.
+        """
+        names = (f"the gradient of {name}" for name, size in self._sizes.items() if not math.isfinite(size))
+        parameters = (name for name in self._sizes if not math.isfinite(self._moved.get(name, 0.0)))
+        return next(itertools.chain(names, parameters), "")
+
+    def not_reproducible(self, again: _Distances) -> str:
+        """Return a parameter whose gradient differs in a second run of the unchanged loop, or "".
+
+        Differences in rounding, as from atomic additions on a GPU, are accepted.
+        """
+        least = 1e-5 * total(self._sizes)
+        found = largest_difference(
+            again.gradients, {name: 1e-4 * size + least for name, size in self._sizes.items()}, self._sizes
+        )
+        return "" if found.is_rounding else found.name
+
+    def learn(self, rounding: _Distances) -> None:
+        """Record a loop's rounding errors: distances between its results with and without perturbed weights."""
+        for known, seen in ((self._of_gradients, rounding.gradients), (self._of_state, rounding.after)):
+            known.update({name: max(seen.get(name, 0.0), size) for name, size in known.items()})
+
+    def largest(self, apart: _Distances) -> Difference:
+        """Return the largest difference from another loop, relative to the tolerance."""
+        gradients = largest_difference(apart.gradients, self._allowed_of_gradients(), self._sizes)
+        after = largest_difference(apart.after, self._allowed_of_state(), self._moved)
+        return max(replace(gradients, name=f"the gradient of {gradients.name}"), after, key=lambda each: each.ratio)
+
+    def _allowed_of_gradients(self) -> Norms:
+        """Return the tolerance of each gradient."""
+        least, allowed = _SMALLEST * total(self._sizes), self._tolerance.relative
+        return {
+            name: allowed * size + least + self._explained(self._of_gradients[name], size, name)
+            for name, size in self._sizes.items()
+        }
+
+    def _allowed_of_state(self) -> Norms:
+        """Return the tolerance of each parameter, buffer and tensor of optimizer state."""
+        allowed: Norms = {}
+        for name, moved in self._moved.items():
+            rounding = 4 * self._epsilons[name] * self._before.get(name, 0.0)
+            # Less than the whole distance moved, or a tensor that never moves would pass.
+            rounding = min(rounding, _MOST_ROUNDING * moved)
+            explained = self._explained(self._of_state[name], moved, name.rpartition(_STATE_OF)[2])
+            allowed[name] = self._tolerance.moved * moved + max(rounding, explained)
+        return allowed
+
+    def _explained(self, rounding: float, size: float, parameter: str) -> float:
+        """Return the part of a tensor's difference that rounding explains.
+
+        This is a multiple of the tensor's rounding error, capped at a fraction of its size. The cap does not apply if
+        the parameter's gradient is only rounding, because optimizers such as Adam step by its sign regardless of its
+        size.
+        """
+        explained, gradient = self._tolerance.times * rounding, self._sizes.get(parameter)
+        if gradient is not None:
+            is_rounding = gradient < _MANY_TIMES * self._of_gradients[parameter]
+            if is_rounding and gradient < _NEAR_ZERO * total(self._sizes):
+                return explained
+        return min(explained, self._tolerance.most * size)
+
+
+def _epsilon(tensor: Tensor) -> float:
+    return torch.finfo(tensor.dtype).eps if tensor.is_floating_point() or tensor.is_complex() else 0.0
+
+
+# The two loops ------------------------------------------------------------------------------------------------------
+
+
+def _two_batches(subject: TrainingLoop) -> tuple[Any, Any]:
+    if subject.second is not None:
+        return subject.batch, subject.second
+    other = other_values(subject.batch, subject.rows, subject.rows, subject.batching)
+    return subject.batch, subject.batch if other is None else other
+
+
+def _plain_steps(subject: TrainingLoop, batches: Sequence[Any], precision: str, pieces: int, seen: _Seen) -> None:
+    """Train two steps in a plain loop.
+
+    Args:
+        pieces: samples per forward.
+    """
+    optimizer, device = subject.optimizer, subject.device
+    # Another scale than a run's initial one: a non-linear backward would compute other gradients with it.
+    scaler = torch.amp.GradScaler(device.type, init_scale=_PLAIN_SCALE, enabled=precision == "fp16")
+    for index, batch in enumerate(batches):
+        held = {name: buffer.clone() for name, buffer in subject.trained.named_buffers()} if precision == "fp16" else {}
+        for _ in range(_MOST_SCALES):
+            _accumulate(subject, batch, precision, pieces, scaler)
+            scaler.unscale_(optimizer)
+            if index == 0:  # Gradients of the last attempt, which did not overflow.
+                seen.see_gradients(_gradients(subject))
+            if subject.clip_norm is not None:
+                torch.nn.utils.clip_grad_norm_([p for _, p in _trained(subject)], subject.clip_norm)
+            scale = scaler.get_scale()
+            scaler.step(optimizer)
+            scaler.update()
+            if scaler.get_scale() >= scale:
+                break
+            for name, buffer in subject.trained.named_buffers():  # A run also restores the buffers of a skipped step.
+                buffer.copy_(held[name])
+    seen.see_state(_state(subject))
+
+
+def _accumulate(subject: TrainingLoop, batch: Any, precision: str, pieces: int, scaler: torch.amp.GradScaler) -> None:
+    for _, parameter in _trained(subject):
+        parameter.grad = None
+    rows = subject.rows
+    count: Any = None
+    for piece, size in subject.batching.slices(batch, rows, pieces):
+        loss, terms = subject.loss(piece, precision)
+        if terms is None:
+            scaler.scale(loss * (size / rows)).backward()
+        elif pieces >= rows:
+            scaler.scale(loss / or_one(terms)).backward()
+        else:
+            scaler.scale(loss).backward()
+            count = terms if count is None else count + terms
+    if count is not None:
+        for _, parameter in _trained(subject):
+            if parameter.grad is not None:
+                parameter.grad /= or_one(count)
+
+
+def _planned_steps(subject: TrainingLoop, candidate: Candidate, batches: Sequence[Any], seen: _Seen) -> None:
+    """Train two steps in a run of the plan."""
+    first, second = batches
+    with subject.start(candidate) as run:
+        for _ in range(_MOST_SCALES):
+            run.accumulate(run.window(first), subject.loss_fn)
+            run.unscale()
+            seen.see_gradients(_gradients(subject))
+            if run.step():
+                break
+        steps = run.applied_steps
+        for _ in range(_MOST_SCALES):
+            run.train_step(run.window(second), subject.loss_fn)
+            if run.applied_steps > steps:
+                break
+    seen.see_state(_state(subject))
+
+
+def _trained(subject: TrainingLoop) -> list[tuple[str, Tensor]]:
+    return [(name, p) for name, p in subject.trained.named_parameters() if p.requires_grad]
+
+
+def _gradients(subject: TrainingLoop) -> dict[str, Tensor]:
+    return {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in _trained(subject)}
+
+
+def _state(subject: TrainingLoop) -> dict[str, Tensor]:
+    """Return parameters, buffers and tensors of optimizer state by name.
+
+    Step counters are left out, because a fused step uses another dtype for them.
+    """
+    model, optimizer = subject.trained, subject.optimizer
+    found: dict[str, Tensor] = {name: p.detach() for name, p in model.named_parameters()}
+    found |= {name: buffer.detach() for name, buffer in model.named_buffers()}
+    for name, parameter in model.named_parameters():
+        for key, value in optimizer.state.get(parameter, {}).items():
+            if isinstance(value, Tensor) and value.shape == parameter.shape and value.dim():
+                found[f"{key}{_STATE_OF}{name}"] = value.detach()
+    return found
+
+
+@contextlib.contextmanager
+def _subject_with_rate(subject: TrainingLoop) -> Iterator[None]:
+    """Raise learning rates too small to move weights (first step of a warm-up) inside the context."""
+    groups = [g for g in subject.optimizer.param_groups if _is_tiny(g.get("lr"))]
+    before = [group["lr"] for group in groups]
+    for group in groups:
+        rate = group["lr"]
+        group["lr"] = torch.full_like(rate, _MOVING_RATE) if isinstance(rate, Tensor) else _MOVING_RATE
+    try:
+        yield
+    finally:
+        for group, rate in zip(groups, before, strict=True):
+            group["lr"] = rate
+
+
+def _is_tiny(rate: Any) -> bool:
+    is_rate = isinstance(rate, float | int) or (isinstance(rate, Tensor) and rate.numel() == 1)
+    return is_rate and float(rate) < _TINY_RATE

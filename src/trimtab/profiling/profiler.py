@@ -1,0 +1,527 @@
+"""The profile of a loop: facts, phases, counted FLOP, and the trials that the search requests."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+import itertools
+import statistics
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from trimtab.core.energy_reading import NO_METER
+from trimtab.core.errors import LoopError, ModelError, OptimizerError, TrimtabError
+from trimtab.core.objective import Budget, Objective, Reference
+from trimtab.core.plan import SplitCheck
+from trimtab.core.profile import (
+    Candidate,
+    LoopFacts,
+    Profile,
+    RecomputableBlocks,
+    TracedBlocks,
+    TracedCandidate,
+    is_final,
+)
+from trimtab.core.progress import silent
+from trimtab.energy.meter_selection import SelectedMeter, with_idle
+from trimtab.measure import page_faults
+from trimtab.measure.machine import device_spec, environment
+from trimtab.measure.timing import PhaseClock, time_call
+from trimtab.nn import LossHead
+from trimtab.planner.recommendations import padded_vocabulary
+from trimtab.planner.search import is_hurried, next_recomputables, next_stage, next_traces
+from trimtab.planner.search_space import put_first
+from trimtab.planner.statistics import ratio_interval
+from trimtab.profiling.block_profile import measure_recomputable, num_steps
+from trimtab.profiling.candidate_traces import trace_candidates, trace_for_others
+from trimtab.profiling.example_batch import own_loss
+from trimtab.profiling.gradient_equivalence import check_splitting
+from trimtab.profiling.loop_facts import loop_facts, with_tested_step
+from trimtab.profiling.measurement_notes import (
+    CallbackError,
+    Notes,
+    describe,
+    planning_failed,
+    progress_with_callback_errors,
+    report_not_restorable,
+)
+from trimtab.profiling.plan_proof import with_proof
+from trimtab.profiling.planning_lock import one_at_a_time
+from trimtab.profiling.sample_batches import SampledBatches, draw_some, waiting_s
+from trimtab.profiling.smoke_test import CrashTest
+from trimtab.profiling.step_counts import count_step, is_of_loss, require_plain_step
+from trimtab.profiling.target_device import trace_blocks_for_others
+from trimtab.profiling.training_loop import TrainingLoop
+from trimtab.profiling.trials import TrialPower, run_stage
+from trimtab.settings.compiled import is_compiled
+from trimtab.settings.loss_chunk import count_head_tokens
+from trimtab.settings.memory_layout import channels_last_hazard
+from trimtab.settings.optimizers import drop_gradients
+from trimtab.settings.precision import autocast
+from trimtab.state import process_state
+from trimtab.state.loop_state import LoopState, unchanged_by
+from trimtab.state.peak_memory import forget_peak, is_profiled
+from trimtab.state.window_snapshot import bytes_to_begin_anew
+from trimtab.training.out_of_memory import is_out_of_memory
+from trimtab.training.user_hooks import ForwardHookCollector, GradientHook, gradient_hooks, in_words, require_plannable
+
+# One plain optimizer step before the measurements: finds hooks of the forward and side effects of the backward.
+
+
+def split_check_and_hooks(
+    subject: TrainingLoop, precision: str, notes: Notes, start: LoopState
+) -> tuple[SplitCheck, tuple[GradientHook, ...]]:
+    """Return the verdict on splitting the batch, and the gradient hooks of the model and its forward.
+
+    Splitting is refused for a model with hooks, and, with a note, if the check itself fails.
+
+    Args:
+        start: snapshot of the loop's state, restored after the step.
+
+    Raises:
+        LossError: the loop's plain forward or backward fails, or its result is not a loss.
+        OptimizerError: the optimizer step fails, or the backward takes steps.
+    """
+    require_plannable(hooks := gradient_hooks(subject.trained))
+    hooks += _hooks_of_own_step(subject, precision)
+    start.restore()
+    try:
+        check = check_splitting(subject, precision, start)
+        if hooks:
+            check = replace(check, splittable=False, reason=_of_hooks(hooks), code="split.hooks")
+        return check, hooks
+    except Exception as error:
+        if isinstance(error, TrimtabError) and not is_of_loss(error):
+            raise
+        require_plain_step(subject, precision)
+        notes.add("splitting.not_checked", "the splitting check failed", error)
+        return SplitCheck(False, f"the splitting check failed ({describe(error)})", code="split.not_checked"), hooks
+
+
+def _hooks_of_own_step(subject: TrainingLoop, precision: str) -> tuple[GradientHook, ...]:
+    """Run a plain step on the example batch and return the gradient hooks that the forward registered.
+
+    The caller restores the state. The splitting check reports a failing forward or backward.
+
+    Raises:
+        OptimizerError: parameters change in the backward, the step fails, or `zero_grad` keeps gradients.
+    """
+    watch = ForwardHookCollector()
+    try:
+        with contextlib.nullcontext() if is_compiled(subject.model) else watch:
+            loss, *_ = subject.loss(precision=precision)
+        versions = [(name, p, p._version) for name, p in subject.trained.named_parameters()]
+        loss.backward()
+    except Exception:  # An error of the user's forward, which the splitting check will raise again and report.
+        return ()
+    if changed := [name for name, p, version in versions if p._version != version]:
+        raise OptimizerError(
+            "optimizer",
+            got=f"{len(changed)} parameters that change in the backward",
+            expected="parameters that change only in optimizer.step()",
+            problem=f"The backward changes {len(changed)} parameters (the first is {changed[0]}), so planning cannot "
+            "repeat a backward from the same weights.",
+            hint="Update parameters in optimizer.step(), or train without planning: "
+            "trimtab.start(model, optimizer, trimtab.Plan.fixed(batch_size)).",
+            code="optimizer.steps_in_backward",
+        )
+    try:
+        subject.optimizer.step()
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise _failed(subject, error) from error
+    else:
+        drop_gradients(subject.optimizer, between_steps=True)
+    return tuple(watch.found)
+
+
+def _of_hooks(hooks: tuple[GradientHook, ...]) -> str:
+    return f"the model has {in_words(hooks)}, which would receive the gradients of micro-batches"
+
+
+def _failed(subject: TrainingLoop, error: Exception) -> OptimizerError:
+    return OptimizerError(
+        "optimizer",
+        got=describe(error),
+        expected="an optimizer whose step() takes no argument",
+        problem=f"{type(subject.optimizer).__name__}.step() failed after the backward ({describe(error)}).",
+        hint="Run loss_fn(model, batch).backward() and optimizer.step() yourself, and correct the error. An optimizer "
+        "whose step() takes a closure cannot be planned (docs/own_loop.md).",
+        code="optimizer.step_failed",
+    )
+
+
+# Time that a padded vocabulary would save: the matrix products of the head, timed with both numbers of columns.
+
+MIN_WORDS = 4_096  # With fewer columns, the head's time is negligible.
+_TOKENS, _PAIRS = 512, 5
+
+
+def padding_saves_s(model: nn.Module, words: int, tokens: int, precision: str) -> float | None:
+    """Return the seconds per step that padding the head's columns would save; 0 if not significant.
+
+    Timed on random features and weights, a few hundred tokens at a time, forward and backward.
+
+    Args:
+        words: columns of the logits.
+        tokens: rows of the logits per step.
+
+    Returns:
+        None if no padding is needed, no linear layer has this many outputs, or memory runs out.
+    """
+    head = next((each for each in model.modules() if isinstance(each, nn.Linear) and each.out_features == words), None)
+    if head is None or words < MIN_WORDS or words == padded_vocabulary(words):
+        return None
+    few = min(tokens, _TOKENS)
+    try:
+        saved = _saved_s(head.in_features, words, few, precision, head.weight.device)
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        return None
+    return saved * tokens / few
+
+
+def _saved_s(width: int, words: int, tokens: int, precision: str, device: torch.device) -> float:
+    rows = torch.randn(tokens, width, device=device, requires_grad=True)
+    arms = {n: torch.randn(n, width, device=device, requires_grad=True) for n in (words, padded_vocabulary(words))}
+    seconds: dict[int, list[float]] = {n: [] for n in arms}
+    for index in range(-1, _PAIRS):
+        for n in sorted(arms, reverse=bool(index % 2)):
+            took = time_call(functools.partial(_products, rows, arms[n], precision), device)
+            if index >= 0:  # The first round is a warm-up.
+                seconds[n].append(took)
+    ours, theirs = seconds[words], seconds[padded_vocabulary(words)]
+    is_clear = ratio_interval([a / b for a, b in zip(ours, theirs, strict=True)]).low > 1
+    return statistics.median(a - b for a, b in zip(ours, theirs, strict=True)) if is_clear else 0.0
+
+
+def _products(rows: Tensor, weight: Tensor, precision: str) -> None:
+    with autocast(precision, rows.device):
+        logits = nn.functional.linear(rows, weight)
+    torch.autograd.grad(logits, [rows, weight], torch.ones_like(logits))
+
+
+NUM_BLOCKS = 5
+_PHASE_STEPS, _PHASES_S = 3, 3.0
+_NO_TIME = "the planning time was used up before the blocks were measured"
+
+
+@one_at_a_time
+def profile_loop(
+    subject: TrainingLoop,
+    reference: Reference,
+    objective: Objective,
+    budget: Budget,
+    *,
+    data: Iterable[Any] | None = None,
+    total_steps: int | None = None,
+    num_blocks: int = NUM_BLOCKS,
+    traces: bool = False,
+    metered: SelectedMeter | None = None,
+    progress: Callable[[str], None] = silent,
+) -> Profile:
+    """Measure a loop and the candidates that the search requests; the loop is restored bit for bit, also on error.
+
+    Concurrent calls wait for their turn. A failed measurement is left out, with a note in the profile.
+
+    Raises:
+        LossError: the loop's plain forward or backward fails.
+        ModelError: parameters are not initialized, or cannot be restored.
+        LoopError: a profiler session is active on this thread.
+    """
+    _require_no_profiler()
+    _require_initialized(subject.trained)
+    try:
+        return _profile(
+            subject,
+            reference,
+            objective,
+            budget,
+            data=data,
+            total_steps=total_steps,
+            num_blocks=num_blocks,
+            traces=traces,
+            metered=metered,
+            progress=progress_with_callback_errors(progress),
+        )
+    except CallbackError as end:
+        raise end.error from None
+    except TrimtabError:
+        raise
+    except Exception as error:
+        raise planning_failed(error) from error
+
+
+def _profile(
+    subject: TrainingLoop,
+    reference: Reference,
+    objective: Objective,
+    budget: Budget,
+    *,
+    data: Iterable[Any] | None,
+    total_steps: int | None,
+    num_blocks: int,
+    traces: bool,
+    metered: SelectedMeter | None,
+    progress: Callable[[str], None],
+) -> Profile:
+    start, notes = time.perf_counter(), Notes()
+    is_asked = objective.energy > 0 or budget.energy is not None
+    metered = with_idle(metered) if metered is not None and is_asked else metered
+    with unchanged_by(own_loss(subject.loss_fn), subject.trained, subject.optimizer) as snapshot:
+        drawn = SampledBatches() if data is None else draw_some(subject, data, notes)
+        subject = replace(subject, second=drawn.batch)
+        progress("checking that splitting the batch keeps the gradient")
+        check, hooks = split_check_and_hooks(subject, reference.precision, notes, snapshot)
+        if check.splittable:
+            kept = functools.partial(bytes_to_begin_anew, subject.trained)
+            what = "the memory that a run holds for repeating a step was not measured"
+            subject = replace(subject, start_bytes=notes.attempt("memory.not_counted", what, kept, 0))
+        facts = _facts(subject, reference.precision, notes, hooks)
+        device = device_spec(subject.device)
+        profile = Profile(
+            device,
+            facts,
+            check,
+            reference,
+            environment=environment(has_gpu=subject.device.type == "cuda"),
+            objective=objective,
+            budget=budget,
+            total_steps=total_steps,
+            adapts_batch_size=subject.adapts_batch_size,
+            meter=NO_METER if metered is None else metered.facts,
+        )
+        phases, num_faults = _phases_or_none(subject, profile.reference_candidate, notes)
+        fault_s = page_faults.fault_s() if facts.can_retain else None
+        facts = replace(facts, faults_per_step=num_faults, fault_s=fault_s, longest=drawn.longest)
+        profile = replace(profile, loop=facts, phases_s=phases)
+        power = None if metered is None or metered.facts.is_absent else TrialPower(metered.meter, is_asked)
+        profile = _search(
+            subject, profile, num_blocks, progress, snapshot, traces=traces, start=start, power=power, notes=notes
+        )
+        profile = _with_padding(subject, profile, notes)
+        if traces:
+            profile = _with_traces_for_others(subject, profile, progress, notes)
+        report_not_restorable(snapshot.not_restorable(), notes)
+    forget_peak(subject.device)  # The peak of candidates; a run measures its own.
+    if drawn.seconds is not None and phases:
+        phases = {"data": waiting_s(drawn.seconds, phases, data)} | phases
+    return replace(profile, phases_s=phases, notes=notes.found, profiling_s=time.perf_counter() - start)
+
+
+def _require_no_profiler() -> None:
+    """Raise if the user's profiler session is active: trials would be slower, and fill the session's trace."""
+    if is_profiled():
+        raise LoopError(
+            "profiler",
+            got="an active torch.profiler session on this thread",
+            expected="no profiler session",
+            problem="A torch.profiler session is active on this thread, so all timings would include its overhead.",
+            hint="Plan before the session starts or after it has ended.",
+            code="planning.profiler_active",
+        )
+
+
+def _require_initialized(model: nn.Module) -> None:
+    """Raise if a lazy module has not run: parameters without a shape cannot be stepped."""
+    for name, tensor in itertools.chain(model.named_parameters(), model.named_buffers()):
+        if is_lazy(tensor):
+            raise ModelError(
+                "model",
+                got=f"{name} without a shape",
+                expected="initialized parameters and buffers",
+                problem=f"{name} belongs to a lazy module and has no shape yet.",
+                hint="Run one forward under torch.no_grad(), build the optimizer, and then plan.",
+                code="model.uninitialized",
+            )
+
+
+def _with_traces_for_others(
+    subject: TrainingLoop, profile: Profile, progress: Callable[[str], None], notes: Notes
+) -> Profile:
+    """Return the profile with traces for target devices."""
+
+    def steps() -> tuple[TracedCandidate, ...]:
+        return trace_for_others(subject, profile, progress)
+
+    def blocks() -> tuple[TracedBlocks, ...]:
+        return trace_blocks_for_others(subject, with_steps, progress)
+
+    what = "steps were not traced for other devices"
+    with_steps = replace(profile, target_device_traces=notes.attempt("traces.not_made", what, steps, ()))
+    what = "blocks were not traced for other devices"
+    return replace(with_steps, target_device_blocks=notes.attempt("traces.not_made", what, blocks, ()))
+
+
+def _search(
+    subject: TrainingLoop,
+    profile: Profile,
+    num_blocks: int,
+    progress: Callable[[str], None],
+    snapshot: LoopState,
+    *,
+    traces: bool,
+    start: float,
+    power: TrialPower | None,
+    notes: Notes,
+) -> Profile:
+    """Return the profile with all traces and trials that the search requests."""
+    objective, budget = profile.objective, profile.budget
+    asked: set[Candidate] = set()
+    gc.collect()  # Objects in reference cycles, such as a loader's workers, may take long to end in a forked process.
+    guard = CrashTest(subject, profile.reference_candidate)
+    while True:
+        snapshot.restore()  # Also undoes changes that the checks before the first phase left in the loss.
+        spent_s = time.perf_counter() - start
+        profile = replace(profile, over_time_budget=profile.over_time_budget or is_hurried(profile, spent_s))
+        wanted = [each for each in next_traces(profile, objective, budget, always=traces) if each not in asked]
+        if wanted:
+            asked.update(wanted)
+            profile = replace(
+                profile,
+                traces=profile.traces + trace_candidates(subject, wanted, progress, guard, notes),
+            )
+        elif blocks := next_recomputables(
+            profile, stage := next_stage(profile, objective, budget), objective, budget, always=traces
+        ):
+            needed = blocks
+            if is_hurried(profile, spent_s, steps=_block_steps(profile, len(blocks))):
+                needed = next_recomputables(
+                    replace(profile, over_time_budget=True), stage, objective, budget, always=traces
+                )
+            profile = _with_blocks(subject, profile, blocks, needed, progress)
+        elif stage is None:
+            profile, is_over = with_proof(subject, profile, progress, snapshot)
+            if is_over:
+                return profile
+        else:
+            is_last = is_final(stage.name)
+            patient = not (profile.over_time_budget or (is_last and is_hurried(profile, spent_s, patient=True)))
+            run_s = (profile.run_s or 0.0) if is_last else 0.0
+            found = run_stage(
+                subject,
+                stage,
+                num_blocks,
+                progress,
+                profile.trials,
+                patient=patient,
+                guard=guard,
+                power=power,
+                run_s=run_s,
+                notes=notes,
+            )
+            profile = profile.with_trials(found)
+
+
+def _with_blocks(
+    subject: TrainingLoop,
+    profile: Profile,
+    candidates: Sequence[Candidate],
+    needed: Sequence[Candidate],
+    progress: Callable[[str], None],
+) -> Profile:
+    """Return the profile with the needed candidates' blocks measured, and the remaining ones marked as unmeasured."""
+    splits = profile.check.splittable
+
+    def measured(candidate: Candidate) -> RecomputableBlocks:
+        if candidate not in needed:
+            return RecomputableBlocks(candidate, refusal=_NO_TIME, code="recompute.no_time")
+        progress(f"measuring blocks: {candidate.describe()}")
+        return measure_recomputable(subject, candidate, splits=splits)
+
+    return replace(profile, recomputables=(*profile.recomputables, *map(measured, candidates)))
+
+
+def _block_steps(profile: Profile, number: int) -> int:
+    """Return the number of the loop's steps that measuring the blocks of `number` candidates takes."""
+    return number * num_steps((profile.run_s or 0.0) / (profile.total_steps or 1))
+
+
+def _with_padding(subject: TrainingLoop, profile: Profile, notes: Notes) -> Profile:
+    """Return the profile with the time that a padded vocabulary would save, in the best precision so far."""
+    if profile.loop.logits is None or profile.over_time_budget:
+        return profile
+    best = [*put_first(profile, profile.objective, profile.limits(profile.budget)), profile.reference_candidate][0]
+    rows, words = profile.loop.logits
+
+    def saves_s() -> float | None:
+        return padding_saves_s(subject.model, words, rows, best.precision)
+
+    found = notes.attempt("padding.not_timed", "a padded vocabulary was not timed", saves_s, None)
+    return replace(profile, loop=replace(profile.loop, padding_saves_s=found))
+
+
+def _phases_or_none(subject: TrainingLoop, candidate: Candidate, notes: Notes) -> tuple[dict[str, float], float | None]:
+    """Return phases and page faults of a candidate; none if the step fails, which the trials will report."""
+    measured = functools.partial(measure_phases, subject, candidate)
+    none: tuple[dict[str, float], float | None] = ({}, None)
+    return notes.attempt("phases.not_timed", "the phases of a step were not timed", measured, none)
+
+
+def measure_phases(subject: TrainingLoop, candidate: Candidate) -> tuple[dict[str, float], float | None]:
+    """Return a candidate's seconds per step by phase (slicing, forward, backward, optimizer), and the page faults.
+
+    "slicing" splits the batch into micro-batches and moves them to the device; drawing batches is timed separately.
+    The first step is not counted, and long steps are repeated less often. State is restored.
+    """
+    with LoopState(subject.trained, subject.optimizer), subject.start(candidate) as run:
+        run.train_step(run.window(subject.batch), subject.loss_fn)
+        clock, faults, steps = PhaseClock(subject.device), [page_faults.num_faults()], 0
+        while steps == 0 or (steps < _PHASE_STEPS and sum(clock.seconds.values()) * (1 + 1 / steps) <= _PHASES_S):
+            _phased_step(run, subject, clock)
+            faults.append(page_faults.num_faults())
+            steps += 1
+    phases = {name: seconds / steps for name, seconds in clock.seconds.items()}
+    # The median, because the first step may still fault in memory that later steps keep.
+    each = [after - before for before, after in itertools.pairwise(faults) if after is not None and before is not None]
+    return phases, statistics.median(each) if each else None
+
+
+def _phased_step(run: Any, subject: TrainingLoop, clock: PhaseClock) -> None:
+    micros = iter(run.window(subject.batch))
+    while True:
+        with clock.phase("slicing"):
+            micro = next(micros, None)
+        if micro is None:
+            break
+        with clock.phase("forward"), run.autocast():
+            result = subject.loss_fn(run.model, micro)
+        with clock.phase("backward"):
+            run.backward(result)
+    with clock.phase("optimizer"):
+        run.step()
+
+
+def _facts(subject: TrainingLoop, precision: str, notes: Notes, hooks: tuple[GradientHook, ...]) -> LoopFacts:
+    model, optimizer = subject.model, subject.optimizer
+    with contextlib.ExitStack() as open_ones:
+        what = "chunked loss heads were not tried, because the loss head could not be observed"
+        none: dict[LossHead, int] = {}
+        heads = notes.attempt(
+            "loss_head.not_watched", what, lambda: open_ones.enter_context(count_head_tokens(model)), none
+        )
+        counts = count_step(subject, precision, notes)
+    hazard = notes.attempt(
+        "memory_layout.not_checked",
+        "channels_last was not tried",
+        lambda: channels_last_hazard(model),
+        "the modules of the model could not be inspected",
+    )
+    return replace(
+        with_tested_step(loop_facts(subject.trained, optimizer, subject.rows, heads, hooks), optimizer),
+        terms_per_step=counts.terms,
+        terms=counts.kind,
+        flops_per_step=counts.flops,
+        scores_bytes=counts.seen.kept_bytes,
+        logits=counts.seen.logits,
+        layout_hazard=hazard,
+        can_retain=subject.device.type == "cpu" and process_state.can_retain(),
+    )

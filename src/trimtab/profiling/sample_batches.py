@@ -1,0 +1,152 @@
+"""Draws a few batches to time the data wait and to see the variation in batch sizes.
+
+The state of the data is restored, and one-shot data are not drawn from.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import islice
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from trimtab.core.errors import TrimtabError, ValueGivenError
+from trimtab.measure.timing import time_call
+from trimtab.profiling.measurement_notes import Notes
+from trimtab.profiling.training_loop import TrainingLoop
+from trimtab.state.data_state import DataState, draw_and_restore_data
+from trimtab.state.process_state import ProcessState
+from trimtab.training.batch import iterate, tensors_in
+
+_BATCHES = 8
+_NOT_DRAWN = "the data loading time was not measured"
+_CHANGED = (
+    "Planning with data= may change the first epoch: two epochs began with different batches, although the state of "
+    "data was restored. Either each epoch seeds its own generator, or data keeps state that planning cannot find"
+)
+
+
+class SampledBatches(NamedTuple):
+    """Result of drawing a few batches.
+
+    Attributes:
+        seconds: seconds per batch; None with fewer than two batches.
+        longest: elements of the largest batch, relative to the example batch.
+        batch: last batch with an equal number of samples, for proofs; or None.
+    """
+
+    seconds: float | None = None
+    longest: float | None = None
+    batch: Any = None
+
+
+def draw_some(subject: TrainingLoop, data: Iterable[Any], notes: Notes) -> SampledBatches:
+    """Draw a few consecutive batches and restore the data. Iterators and other one-shot data are skipped.
+
+    The first batch is drawn before the clock starts, because opening files and starting workers takes time.
+
+    Raises:
+        BatchError: the data are not iterable.
+    """
+    if reason := one_shot(data):
+        notes.add("data.not_drawn", _NOT_DRAWN, reason)
+        return SampledBatches()
+    try:
+        return _drawn(subject, data, notes)
+    except TrimtabError:
+        raise
+    # An error of the loader, dataset or collate function; the training loop will raise it too.
+    except Exception as error:
+        notes.add("data.not_drawn", _NOT_DRAWN, error)
+        return SampledBatches()
+
+
+def one_shot(data: Any) -> str:
+    """Return the reason why drawing from the data would consume batches of the first epoch; "" if it would not."""
+    if isinstance(data, Iterator):
+        return "data is an iterator, and batches drawn from it cannot be put back"
+    state = DataState(data)
+    return f"data contains {state.one_shot}, and drawn items cannot be put back" if state.one_shot else ""
+
+
+def require_restorable(data: Any) -> None:
+    """Raise if short trainings would silently consume data.
+
+    Iterators are accepted, because they are documented to advance.
+
+    Raises:
+        ValueGivenError: data that contain an iterator, without being an iterator.
+    """
+    if not isinstance(data, Iterator) and (reason := one_shot(data)):
+        raise ValueGivenError(
+            "data",
+            got=reason,
+            expected="data that can be iterated again from the start",
+            problem=f"adapt=... trains on some batches of data and would consume them: {reason}.",
+            hint="Pass data whose dataset creates its iterators in __iter__, or pass iter(data) if planning may "
+            "consume its first batches.",
+            code="data.one_shot",
+        )
+
+
+def _drawn(subject: TrainingLoop, data: Iterable[Any], notes: Notes) -> SampledBatches:
+    process = ProcessState.capture(wakes_cuda=False)
+    first = None
+    # Workers draw in their own copies of the dataset.
+    if not isinstance(data, list | tuple) and not getattr(data, "num_workers", 0):
+        with draw_and_restore_data(data) as lent:
+            first = next(iterate("data", lent), None)
+        process.restore()
+    with draw_and_restore_data(data) as lent:
+        batches = islice(iterate("data", lent), 1 + _BATCHES)
+        again = next(batches, None)
+        if first is not None and not _are_equal(first, again):
+            notes.record("data.not_repeatable", _CHANGED)
+            warnings.warn(f"{_CHANGED}. Call trimtab.plan without data=.", RuntimeWarning, stacklevel=2)
+        del first
+        elements, last = ([] if again is None else [_elements(again)]), [again]
+
+        def draw() -> None:
+            for batch in batches:
+                elements.append(_elements(batch))
+                last[0] = batch
+
+        seconds = time_call(draw, subject.device)
+    num, example = len(elements) - 1, _elements(subject.batch)
+    longest = max(elements, default=0) / example if example else None
+    return SampledBatches(seconds / num if num > 0 else None, longest, _as_large(subject, last[0]))
+
+
+def _as_large(subject: TrainingLoop, batch: Any) -> Any | None:
+    """Return the batch if it matches the example in number of samples and in splittability, else None."""
+    if batch is None or subject.unknown:
+        return None
+    reading, own = subject.batching.read(batch), subject.batching.read(subject.batch)
+    return batch if reading == own else None
+
+
+def _elements(batch: Any) -> int:
+    return sum(tensor.numel() for tensor in tensors_in(batch))
+
+
+def _are_equal(ours: Any, theirs: Any) -> bool:
+    pairs = list(tensors_in(ours)), list(tensors_in(theirs))
+    return len(pairs[0]) == len(pairs[1]) and all(map(_is_same, *pairs))
+
+
+def _is_same(left: Tensor, right: Tensor) -> bool:
+    if left.shape != right.shape or left.dtype != right.dtype or left.layout is not right.layout:
+        return False
+    if left.layout is not torch.strided:
+        return True  # Other layouts are not compared.
+    return torch.equal(left, right) or bool(torch.equal(left.isnan(), right.isnan()) and left.isnan().any())
+
+
+def waiting_s(drawing_s: float, phases: Mapping[str, float], data: Any) -> float:
+    """Return the seconds per step that a loop waits for data; loader workers overlap with the step."""
+    num_workers = getattr(data, "num_workers", 0)
+    at_once = isinstance(num_workers, int) and num_workers > 0
+    return max(0.0, drawing_s - sum(phases.values())) if at_once else drawing_s

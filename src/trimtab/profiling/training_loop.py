@@ -1,0 +1,202 @@
+"""The loop under trial: the user's model, optimizer, loss and example batch."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trimtab.core.errors import LossError, ModelError, ValueGivenError
+from trimtab.core.plan import KEEP_CLIP, Choice, Effect, Plan
+from trimtab.core.profile import Candidate
+from trimtab.losses import Count, as_loss
+from trimtab.measure.block_graph import BlockGraph, blocks_of
+from trimtab.measure.machine import MEASURED
+from trimtab.profiling.example_batch import protect_batch, require_repeatable
+from trimtab.settings.optimizers import check_ownership, with_auxiliary_modules
+from trimtab.settings.precision import autocast
+from trimtab.state.loop_state import LoopState
+from trimtab.state.peak_memory import alive_between_steps
+from trimtab.training.apply_plan import require_free
+from trimtab.training.batch import tensors_in, to_device
+from trimtab.training.batch_splitting import BY_CONTAINERS, BatchSplitting
+from trimtab.training.run import LossFn, Run
+
+
+@dataclass(frozen=True)
+class TrainingLoop:
+    """A training loop to be measured.
+
+    Args:
+        model: the user's model.
+        optimizer: the model's optimizer.
+        loss_fn: the loss function; wrapped by `protect_batch`, so that it cannot change the batch.
+        batch: data of an optimizer step; the longest batch, if lengths vary.
+        clip_norm: gradient-norm limit of the user's loop, or None.
+        adapts_batch_size: True if windows may span several batches, so that accumulated gradients are held during a
+            forward.
+        start_bytes: bytes that a run keeps in order to repeat a failed window; trials do not keep them.
+        named_blocks: names of the modules that may be recomputed; (): the blocks found in the module tree.
+        example: batch of usual length if `batch` is the longest; the splitting check covers both.
+        modules: further modules that the same optimizer trains, such as a criterion with parameters.
+        batching: counts and splits batches.
+        second: a different batch of the loop's data with an equal number of samples, as a second example for proofs.
+
+    Raises:
+        ModelError, OptimizerError, BatchError, ValueGivenError: the objects do not fit together, or cannot be
+            measured.
+        LoopError: a run holds the model, so no trial can start.
+    """
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    loss_fn: LossFn
+    batch: Any
+    clip_norm: float | None = None
+    adapts_batch_size: bool = False
+    start_bytes: int = 0
+    named_blocks: tuple[str, ...] = ()
+    example: Any = None
+    modules: tuple[nn.Module, ...] = ()
+    batching: BatchSplitting = BY_CONTAINERS
+    second: Any = None
+
+    def __post_init__(self) -> None:
+        check_ownership(self.model, self.optimizer, self.modules, self.loss_fn)
+        _check_measured(self.device)
+        require_free(self.model)
+        if not callable(self.loss_fn):
+            raise ValueGivenError("loss_fn", got=f"a {type(self.loss_fn).__name__}", expected="loss_fn(model, batch)")
+        require_repeatable(self.batch)
+        object.__setattr__(self, "loss_fn", protect_batch(self.loss_fn))
+        _ = self.rows
+        if self.named_blocks:
+            _ = self.blocks
+
+    @property
+    def device(self) -> torch.device:
+        """The model's device."""
+        return next(self.model.parameters()).device
+
+    @functools.cached_property
+    def trained(self) -> nn.Module:
+        """The model, or a container of the model and `modules`."""
+        return with_auxiliary_modules(self.model, self.modules)
+
+    @property
+    def rows(self) -> int:
+        """Samples of the example batch; 1 if unknown, in which case the batch is a single unit."""
+        return self.batching.read(self.batch).samples or 1
+
+    @property
+    def unknown(self) -> str:
+        """Reason for an unknown number of samples, or ""."""
+        reading = self.batching.read(self.batch)
+        return reading.reason if reading.samples is None else ""
+
+    def first(self, number: int) -> TrainingLoop:
+        """Return the subject with the first samples of its batch.
+
+        Raises:
+            BatchError: the batch cannot be split.
+        """
+        if number >= self.rows:
+            return self
+        batch, second = (self._first_of(each, number) for each in (self.batch, self.second))
+        return replace(self, batch=batch, second=second)
+
+    def _first_of(self, batch: Any, number: int) -> Any:
+        return None if batch is None else next(self.batching.slices(batch, self.rows, number))[0]
+
+    @functools.cached_property
+    def blocks(self) -> BlockGraph:
+        """Blocks of the model that run once per forward, with their links.
+
+        Raises:
+            ModelError: the forward cannot be traced.
+            ValueGivenError: named modules are not such blocks.
+        """
+        return blocks_of(self.model, self.loss_fn, to_device(self.batch, self.device), self.named_blocks)
+
+    def start(self, candidate: Candidate) -> Run:
+        """Return a run with the candidate's settings."""
+        plan = Plan.fixed(
+            self.rows,
+            candidate.micro_batch,
+            precision=candidate.precision,
+            memory_layout=candidate.memory_layout,
+            allocator=candidate.allocator,
+            fused_optimizer=candidate.fused_optimizer,
+            loss_chunk=candidate.loss_chunk,
+            compiled=candidate.compiled,
+        )
+        if candidate.recompute is not None:
+            plan = plan.recomputing(candidate.recompute, self.blocks.names, "on trial")
+        clip = KEEP_CLIP if self.clip_norm is None else Choice(self.clip_norm, "the reference", Effect.TRAINING)
+        return Run(
+            self.model,
+            self.optimizer,
+            replace(plan, clip_norm=clip),
+            out_of_memory="stop",
+            modules=self.modules,
+            batching=self.batching,
+            on_trial=True,
+        )
+
+    def loss(self, batch: Any | None = None, precision: str = "fp32") -> tuple[Tensor, Count | None]:
+        """Return (loss, count or None) of a batch on the model's device; the forward uses the precision's autocast.
+
+        Raises:
+            LossError: the loss function raised, or the result is not a loss.
+        """
+        is_part = batch is not None
+        batch = to_device(self.batch if batch is None else batch, self.device)
+        try:
+            with autocast(precision, self.device):
+                result = self.loss_fn(self.model, batch)
+        except (TypeError, KeyError, IndexError, AttributeError) as error:
+            raise LossError(
+                "loss_fn",
+                got=f"{type(error).__name__}: {error}",
+                expected="a function of (model, batch)",
+                problem=f"loss_fn(model, batch) raised {type(error).__name__}: {error}.",
+                hint="Pass a function that takes the model and a batch, and an example batch that the function "
+                "accepts.",
+                code="loss.failed",
+            ) from error
+        loss, count, _ = as_loss(result, is_auxiliary=is_part)  # The loss of the whole batch was validated before.
+        return loss, count
+
+    def state(self, *, peak_bytes: int | None = None) -> LoopState:
+        """Return a snapshot of everything that a step can change, as a context manager that restores it.
+
+        Objects that the loss function refers to are included. For example, a loss may keep a recurrent hidden state
+        from batch to batch; after a bf16 trial this state would be bf16, and the next trial would start from it.
+
+        Args:
+            peak_bytes: expected peak of GPU memory in bytes while the snapshot exists. Copies stay on the GPU if they
+                fit in addition to it; None stores them on the CPU.
+        """
+        return LoopState(self.trained, self.optimizer, loss_fn=self.loss_fn, peak_bytes=peak_bytes)
+
+    def live_tensors(self) -> Iterator[Tensor]:
+        """Yield the tensors alive between two steps: parameters, buffers, optimizer state, the batch."""
+        yield from alive_between_steps(self.trained, self.optimizer)
+        yield from tensors_in(self.batch)
+
+
+def _check_measured(device: torch.device) -> None:
+    """Raise `ModelError` for devices on which only enqueueing could be timed, and only host memory be counted."""
+    if device.type not in MEASURED:
+        raise ModelError(
+            "model",
+            got=f"parameters on {device}",
+            expected=f"parameters on {' or '.join(MEASURED)}",
+            problem=f"The model is on {device}, but trimtab measures time and memory on {' and '.join(MEASURED)} only.",
+            hint="Move the model to a supported device, then build its optimizer.",
+            code="model.device_unsupported",
+        )

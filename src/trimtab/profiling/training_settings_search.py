@@ -1,0 +1,490 @@
+"""Tuned plans: tries the training settings that the user allowed, on the user's data."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import statistics
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from trimtab.core import validation
+from trimtab.core.batch_rule import BatchRule
+from trimtab.core.errors import ValueGivenError
+from trimtab.core.objective import Budget
+from trimtab.core.plan import KEEP_DROPOUT, KEEP_OPTIMIZER, KEEP_SCHEDULE, Plan
+from trimtab.losses import parts_of
+from trimtab.measure.timing import synchronize
+from trimtab.planner.tuned_plan import (
+    RatePoint,
+    ShortPair,
+    ShortRun,
+    adapt_dropout,
+    adapt_learning_rate,
+    adapt_optimizer,
+    adapt_schedule,
+    choose_rate,
+    has_diverged,
+    is_lost,
+    judge_rival,
+    within_limits,
+)
+from trimtab.profiling.example_batch import own_loss
+from trimtab.profiling.planning_lock import one_at_a_time
+from trimtab.profiling.training_loop import TrainingLoop
+from trimtab.settings.dropout import dropout_modules
+from trimtab.settings.lr_schedule import rate_unset, scaled_rates
+from trimtab.settings.muon import hidden_matrices, require_muon
+from trimtab.state.data_state import draw_and_restore_data
+from trimtab.state.loop_state import unchanged_by
+from trimtab.training.batch import iterate, to_device
+from trimtab.training.data_position import length_of
+from trimtab.training.run import Run
+
+# Learning-rate range test: real batches at geometrically rising rates; state is restored.
+
+RANGE_TEST_STEPS = 40
+WIDEST = 300.0
+_NO_LIMIT = 1e30  # Limit on the gradient norm that never clips: the factor is exactly 1.
+
+
+def range_test(
+    subject: TrainingLoop,
+    plan: Plan,
+    batches: Iterable[Any],
+    progress: Callable[[str], None],
+    num_steps: int = RANGE_TEST_STEPS,
+    widest: float = WIDEST,
+) -> tuple[RatePoint, ...]:
+    """Return loss and gradient norm at learning rates from 1 to `widest` times the user's own; state is restored.
+
+    Args:
+        batches: training batches; the test ends early with fewer than `num_steps`. A loader is restored by
+            `draw_and_restore_data`.
+
+    Raises:
+        ValueGivenError: there are no batches.
+        BatchError: the data are not iterable.
+    """
+    points: list[RatePoint] = []
+    model, optimizer = subject.model, subject.optimizer
+    with (
+        draw_and_restore_data(batches) as lent,
+        unchanged_by(own_loss(subject.loss_fn), subject.trained, optimizer),
+        Run(
+            model,
+            optimizer,
+            _with_norms(plan),
+            out_of_memory="stop",
+            modules=subject.modules,
+            batching=subject.batching,
+            on_trial=True,
+        ) as run,
+    ):
+        for index, batch in zip(range(num_steps), iterate("data", lent), strict=False):
+            scale = widest ** (index / (num_steps - 1))
+            progress(f"learning-rate range test: step {index + 1} of {num_steps}, {scale:.3g}x")
+            with scaled_rates(optimizer, scale):
+                loss = run.train_step(run.window(batch), subject.loss_fn)
+            norm = None if run.grad_norm is None else float(run.grad_norm)
+            points.append(RatePoint(scale, float(loss), norm))
+            if index > 10 and has_diverged([point.loss for point in points]):
+                break
+    if not points:
+        raise ValueGivenError(
+            "data",
+            got="no batches",
+            expected="training batches",
+            problem="data yields no batches, but the learning-rate range test trains on some.",
+            hint="Pass a loader that yields at least one batch.",
+            code="data.too_few_batches",
+        )
+    return tuple(points)
+
+
+def _with_norms(plan: Plan) -> Plan:
+    """Return a plan that computes gradient norms: a run computes them only for clipping, and this limit never clips."""
+    if plan.clip_norm.value is not None:
+        return plan
+    return replace(plan, clip_norm=replace(plan.clip_norm, value=_NO_LIMIT))
+
+
+# Paired runs of two plans over a few training steps on the user's data; state is restored.
+
+PAIR_STEPS = 60
+NUM_PAIRS = 5  # Fewer pairs cannot give a verdict (math: section 8).
+
+
+def short_race(
+    subject: TrainingLoop,
+    stands: Plan,
+    rival: Plan,
+    batches: Iterable[Any],
+    progress: Callable[[str], None],
+    num_steps: int = PAIR_STEPS,
+    num_pairs: int = NUM_PAIRS,
+    *,
+    by_unseen: bool = False,
+    same_step: bool = False,
+) -> tuple[ShortPair, ...]:
+    """Return the completed pairs: all, or up to the first that the rival lost. State is restored.
+
+    A schedule by progress is completed in every training. Pairs differ in batches (in the order of batches, if there
+    are few) and random seeds. Within a pair, both plans use the same batches and seed; the repeated run of the
+    current plan uses another seed.
+
+    Args:
+        stands: the current plan.
+        rival: the plan to compare with it.
+        batches: training batches; repeated if they run out. A loader is restored by `draw_and_restore_data`.
+        by_unseen: True to compare the loss of each batch in evaluation mode before training on it, for settings that
+            change the training loss itself. No training repeats data then.
+        same_step: True to assume equal step times, so that only samples are compared.
+
+    Raises:
+        ValueGivenError: there are too few batches.
+        BatchError: the data are not iterable.
+    """
+    pairs: list[ShortPair] = []
+    with (
+        draw_and_restore_data(batches) as lent,
+        unchanged_by(own_loss(subject.loss_fn), subject.trained, subject.optimizer) as snapshot,
+    ):
+        drawn = _of_one_pass(lent, num_steps) if by_unseen else _endless(lent)
+        for index in range(num_pairs):
+            data = list(itertools.islice(drawn, num_steps))
+            if len(data) < num_steps:
+                raise ValueGivenError(
+                    "data",
+                    got=f"{len(data)} batches",
+                    expected=f"at least {num_steps} batches",
+                    problem=f"data yielded {len(data)} batches for pair {index + 1} of {num_pairs}, but each pair of "
+                    f"short trainings takes {num_steps}.",
+                    hint=f"Pass a loader (not an iterator) with at least {num_steps} batches per epoch.",
+                    code="data.too_few_batches",
+                )
+            if index:
+                # Few batches, never shuffled by the loader, would come in the same order in each pair.
+                random.Random(index).shuffle(data)
+
+            def run(name: str, plan: Plan, seed: int, data: list[Any] = data, index: int = index) -> ShortRun:
+                progress(f"short training with {name}: pair {index + 1} of {num_pairs}")
+                snapshot.restore()
+                torch.manual_seed(seed)
+                found = _train(subject, plan, data, by_unseen=by_unseen)
+                return replace(found, step_s=1.0) if same_step else found
+
+            pair = ShortPair(run("the current plan", stands, index), run("the rival plan", rival, index))
+            if is_lost(pair):
+                return (*pairs, pair)
+            again = run("the current plan, repeated", stands, num_pairs + index)
+            pairs.append(ShortPair(pair.stands, pair.rival, again))
+    return tuple(pairs)
+
+
+def _train(subject: TrainingLoop, plan: Plan, data: list[Any], *, by_unseen: bool) -> ShortRun:
+    rows = sum(map(subject.batching.require, data))
+    losses, seconds = [], []
+    with Run(
+        subject.model,
+        subject.optimizer,
+        plan,
+        total_samples=rows,
+        out_of_memory="stop",
+        modules=subject.modules,
+        on_trial=True,
+        batching=subject.batching,
+    ) as run:
+        for batch in data:
+            unseen = _evaluated(run, subject, batch) if by_unseen else None
+            synchronize(subject.device)
+            begin = time.perf_counter()
+            loss = run.train_step(run.window(batch), subject.loss_fn)
+            synchronize(subject.device)
+            seconds.append(time.perf_counter() - begin)
+            losses.append(loss if unseen is None else unseen)
+    return ShortRun(tuple(float(loss) for loss in losses), statistics.median(seconds))
+
+
+@torch.no_grad()
+def _evaluated(run: Run, subject: TrainingLoop, batch: Any) -> torch.Tensor:
+    """Return the mean loss of a batch in evaluation mode, in the plan's precision and micro-batches."""
+    modes = [(module, module.training) for module in run.model.modules()]
+    rows = subject.batching.require(batch)
+    total, terms = torch.zeros((), device=subject.device), torch.zeros((), device=subject.device)
+    run.model.eval()
+    try:
+        for part, size in subject.batching.slices(
+            to_device(batch, subject.device), rows, run.plan.micro_batch_of(rows)
+        ):
+            with run.autocast():
+                result = subject.loss_fn(run.model, part)
+            loss, count, _ = parts_of(result)
+            total += loss * size if count is None else loss
+            terms += size if count is None else count
+    finally:
+        for module, mode in modes:
+            module.training = mode
+    return total / terms
+
+
+def _of_one_pass(data: Iterable[Any], number: int) -> Iterator[Any]:
+    """Yield groups of `number` batches, each from a single epoch; an incomplete last group is dropped."""
+    while True:
+        found = 0
+        for batches in _batched(iterate("data", data), number):
+            found += 1
+            yield from batches
+        if not found or isinstance(data, Iterator):
+            return
+
+
+def _batched(data: Iterator[Any], number: int) -> Iterator[list[Any]]:
+    while len(batches := list(itertools.islice(data, number))) == number:
+        yield batches
+
+
+def _endless(data: Iterable[Any]) -> Iterator[Any]:
+    """Yield batches over repeated epochs; ends if an epoch is empty or an iterator is exhausted."""
+    while True:
+        count = 0
+        for batch in iterate("data", data):
+            count += 1
+            yield batch
+        if not count or isinstance(data, Iterator):
+            return
+
+
+ADAPTATIONS = ("learning_rate", "batch", "optimizer", "schedule", "dropout")
+# Settings compared in short paired trainings, and all settings that need short trainings.
+RACED = frozenset({"optimizer", "schedule", "dropout"})
+TRAINED = RACED | {"learning_rate"}
+# Optimizers that normalise the gradient by its magnitude, from the first step on.
+_SCALE_FREE = (torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.Adamax)
+_MUON = replace(KEEP_OPTIMIZER, value="muon", reason="raced", changed=True)
+_NONE_DROPPED = replace(KEEP_DROPOUT, value=0.0, reason="raced", changed=True)
+_LINEAR = replace(KEEP_SCHEDULE, value="warmup_linear", reason="raced", changed=True)
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class RunLength:
+    """Length of the planned run in steps and epochs; None if unknown."""
+
+    steps: int | None = None
+    passes: float | None = None
+
+    @classmethod
+    def of(cls, data: Iterable[Any] | None, total_steps: int | None) -> RunLength:
+        """Return the length of a run of `total_steps` steps over the data."""
+        number = length_of(data)
+        return cls(total_steps, None if total_steps is None or not number else total_steps / number)
+
+
+def tunable_settings(adapt: str | Collection[str] | None, data: Iterable[Any] | None) -> frozenset[str]:
+    """Return the names of the settings that may be tuned.
+
+    Raises:
+        ValueGivenError: an unknown name, missing training batches, or "schedule" without "learning_rate".
+    """
+    names = (adapt,) if isinstance(adapt, str) or not isinstance(adapt, Collection) else tuple(adapt)
+    freed = frozenset(validation.one_of("adapt", name, ADAPTATIONS) for name in names if name is not None)
+    if freed & TRAINED and data is None:
+        raise ValueGivenError(
+            "data",
+            got="no data",
+            expected="training batches",
+            problem=f'adapt="{sorted(freed & TRAINED)[0]}" trains on batches of data=, which was not passed.',
+            hint="Pass the training loader: trimtab.plan(..., data=loader).",
+            code="adapt.needs_data",
+        )
+    require_rate(freed)
+    return freed
+
+
+def batch_rule_of(is_freed: bool, rule: BatchRule | None) -> BatchRule | None:
+    """Return the batch rule, given or default; None if the batch size is constant.
+
+    Raises:
+        ValueGivenError: not a batch rule, or a rule that changes the batch size without adapt="batch".
+    """
+    found: BatchRule | None = validation.dataclass_or("batch_rule", rule, BatchRule, BatchRule() if is_freed else None)
+    if found is not None and not is_freed and not found.only_measures:
+        raise ValueGivenError(
+            "batch_rule",
+            got=f'policy "{found.policy}" with k = {found.k}',
+            expected='adapt="batch", or BatchRule("fixed")',
+            problem=f'batch_rule changes the batch size (policy "{found.policy}", k = {found.k}), but adapt does not '
+            'contain "batch".',
+            hint='Add "batch" to adapt, or pass BatchRule("fixed"), which only measures the gradient noise scale.',
+            code="batch_rule.needs_adapt",
+        )
+    return found
+
+
+def require_rate(freed: Collection[str]) -> None:
+    """Raise if the schedule may be tuned but not the learning rate: a plan's schedule scales the plan's peak rate."""
+    if "schedule" in freed and "learning_rate" not in freed:
+        raise ValueGivenError(
+            "adapt",
+            got='"schedule" without "learning_rate"',
+            expected="both or neither",
+            problem='adapt contains "schedule" without "learning_rate", but a planned schedule scales the planned '
+            "peak learning rate.",
+            hint='Pass adapt=("learning_rate", "schedule"), or remove "schedule" to keep your own scheduler.',
+            code="adapt.schedule_without_rate",
+        )
+
+
+def require_adaptable(
+    freed: frozenset[str], model: nn.Module, optimizer: torch.optim.Optimizer, *, is_alone: bool
+) -> None:
+    """Raise `UsageError` if a setting cannot be tuned for this model, optimizer and number of ranks.
+
+    Args:
+        is_alone: True if this process is the only rank.
+    """
+    if (raced := sorted(freed & RACED)) and not is_alone:
+        raise ValueGivenError(
+            "adapt",
+            got=f'"{raced[0]}" on one of several ranks',
+            expected="a single process",
+            problem=f'adapt="{raced[0]}" runs short trainings in a single process, but this process is one of several '
+            "ranks.",
+            hint="Plan in a single process and save the plan, then start that plan on every rank with the model in "
+            "DistributedDataParallel.",
+            code="adapt.needs_single_process",
+        )
+    if "optimizer" in freed:
+        require_muon(hidden_matrices(model, optimizer))
+    if "learning_rate" in freed and any(group.get("lr") is None for group in optimizer.param_groups):
+        raise rate_unset("adapt", optimizer)
+    if "learning_rate" in freed and not any(float(group["lr"]) for group in optimizer.param_groups):
+        raise ValueGivenError(
+            "optimizer",
+            got="a learning rate of 0",
+            expected="a positive learning rate",
+            problem="All parameter groups of the optimizer have a learning rate of 0, as at the start of a warm-up, "
+            "so the learning-rate range test has no rate to multiply.",
+            hint="Call trimtab.plan before you create the scheduler.",
+            code="optimizer.rate_is_zero",
+        )
+
+
+@one_at_a_time
+def tune_plan(
+    subject: TrainingLoop,
+    base: Plan,
+    freed: Collection[str],
+    data: Iterable[Any],
+    progress: Say,
+    length: RunLength = RunLength(),
+    budget: Budget | None = None,
+) -> Plan:
+    """Return an equivalent plan extended to a tuned plan by short trainings on `data`; state is restored.
+
+    The settings are tried in this order, each with the choices made before: no dropout (paired runs), a peak learning
+    rate (range test), the shape of the schedule, and Muon (both paired runs; Muon with a range test for itself if the
+    rate may be tuned).
+
+    Args:
+        length: length of the planned run.
+        budget: limits per step, which slower settings must meet too.
+
+    Raises:
+        ModelError, OptimizerError: Muon has no matrices to step.
+        ValueGivenError: too few batches.
+    """
+    if "optimizer" in freed:
+        hidden_matrices(subject.model, subject.optimizer)
+    by_range, budget = "learning_rate" in freed, budget or Budget()
+    if "dropout" in freed:
+        base = _dropout_raced(subject, base, data, progress, length.passes, budget)
+    stands = find_rate(subject, base, data, progress, length.steps) if by_range else base
+    if "schedule" in freed and stands.schedule.value != "user":
+        stands = _schedule_raced(subject, stands, data, progress)
+    if "optimizer" not in freed:
+        return stands
+    begin = time.perf_counter()
+    rival = replace(base, optimizer=_MUON)
+    rival = find_rate(subject, rival, data, progress, length.steps) if by_range else rival
+    if rival.schedule.value != "user" and stands.schedule.value != "user":
+        rival = replace(rival, schedule=stands.schedule)
+    verdict = within_limits(budget, rival, judge_rival(short_race(subject, stands, rival, data, progress), "Muon"))
+    return adapt_optimizer(stands, rival, verdict, time.perf_counter() - begin)
+
+
+def find_rate(
+    subject: TrainingLoop, base: Plan, data: Iterable[Any], progress: Say, run_steps: int | None = None
+) -> Plan:
+    """Return a plan with a peak learning rate from a range test, and a schedule for a run of `run_steps` steps."""
+    begin = time.perf_counter()
+    points = range_test(subject, base, data, progress)
+    rates, may_clip = choose_rate(points), _divides_by_size(subject.optimizer)
+    return adapt_learning_rate(base, rates, time.perf_counter() - begin, may_clip=may_clip, run_steps=run_steps)
+
+
+def _divides_by_size(optimizer: torch.optim.Optimizer) -> bool:
+    """Return True if the optimizer's step length is independent of the gradient scale.
+
+    Clipping then only shortens rare large steps. False if weight decay is added to the clipped gradients, because
+    clipping would raise the relative weight of the decay.
+    """
+    if not isinstance(optimizer, _SCALE_FREE):
+        return False
+    return isinstance(optimizer, torch.optim.AdamW) or not any(
+        group.get("weight_decay") and not group.get("decoupled_weight_decay") for group in optimizer.param_groups
+    )
+
+
+def _schedule_raced(subject: TrainingLoop, stands: Plan, data: Iterable[Any], progress: Say) -> Plan:
+    """Return the plan with the better of its schedule and a linear decay, from paired runs."""
+    begin = time.perf_counter()
+    rival = replace(stands, schedule=_LINEAR)
+    pairs = short_race(subject, stands, rival, data, progress, same_step=True)
+    return adapt_schedule(stands, rival, judge_rival(pairs, "a linear decay"), time.perf_counter() - begin)
+
+
+def _dropout_raced(
+    subject: TrainingLoop, stands: Plan, data: Iterable[Any], progress: Say, passes: float | None, budget: Budget
+) -> Plan:
+    """Return the plan without dropout if paired runs reach the same loss on unseen batches sooner, else unchanged."""
+    if why := _not_raced(subject, data, passes):
+        return replace(stands, dropout=replace(KEEP_DROPOUT, reason=why))
+    begin = time.perf_counter()
+    rival = replace(stands, dropout=_NONE_DROPPED)
+    pairs = short_race(subject, stands, rival, data, progress, by_unseen=True)
+    verdict = within_limits(budget, rival, judge_rival(pairs, "training without dropout"))
+    length = "1 epoch" if passes == 1 else f"{passes:.2g} epochs"
+    how = f"compared by the loss of batches before they are trained on, for a run of {length}"
+    explained = replace(verdict, reason=f"{how}: {verdict.reason}")
+    return adapt_dropout(stands, rival, explained, time.perf_counter() - begin)
+
+
+def _not_raced(subject: TrainingLoop, data: Iterable[Any], passes: float | None) -> str:
+    """Return the reason for not trying a model without dropout, or ""."""
+    if not dropout_modules(subject.model):
+        return "unchanged: the model has no dropout"
+    if passes is None:
+        return (
+            "unchanged: training without dropout was not tried, because the number of epochs is unknown (pass "
+            "total_steps and data with a length), and dropout reduces overfitting to repeated samples"
+        )
+    if passes > 1:
+        return (
+            f"unchanged: training without dropout was not tried, because the run takes {passes:.2g} epochs, and a "
+            "short training on unseen batches does not show overfitting to repeated samples"
+        )
+    number = length_of(data)
+    if number is not None and number < PAIR_STEPS:
+        return (
+            f"unchanged: training without dropout was not tried, because data has {number} batches and a short "
+            f"training takes {PAIR_STEPS}"
+        )
+    return ""

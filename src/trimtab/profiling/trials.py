@@ -1,0 +1,525 @@
+"""Trials: candidates of a search phase, run in interleaved blocks, in a random order per round (`drawn_turns`).
+
+A block is a few whole optimizer steps of a candidate, through the run that would train. Blocks are paired by index,
+so that a drift in the machine's speed affects all candidates alike. Every block starts from the same state, with the
+optimizer's moments present. To keep planning short with slow steps, known results of earlier phases are not measured
+again, and a candidate that lost all of its first blocks is dropped.
+
+In a phase that may replace the incumbent, the number of blocks does not depend on the current leader, or an equal
+candidate would win by optional stopping. The first blocks may only drop candidates, and a likely gain within the
+noise gets more blocks once, up to a number fixed in advance. A phase that only orders candidates ends when the order
+is known (`decide.successive_elimination`). Over the time budget, a final still gets more blocks if they cost less than
+a tenth of the time that the gain would save in the run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import random
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+import torch
+
+from trimtab.core.choice import Note, is_recorded
+from trimtab.core.energy_reading import WINDOW_S
+from trimtab.core.profile import ALONE, SLICED, Candidate, Trial, is_final
+from trimtab.core.units import format_seconds
+from trimtab.energy.energy_meter import EnergyClock, GivenWatts, Meter
+from trimtab.measure.page_faults import time_settled
+from trimtab.measure.timing import synchronize, time_call
+from trimtab.planner.search import BLOCK_S, SearchPhase
+from trimtab.planner.statistics import MIN_PAIRS_FOR_VERDICT, drawn_turns, is_gain, paired_ratios, ratio_interval
+from trimtab.planner.trial_statistics import MIN_BLOCKS, still_open
+from trimtab.profiling.cuda_graph_proof import replay_refusal
+from trimtab.profiling.measurement_notes import Notes, failure_of
+from trimtab.profiling.smoke_test import CrashTest, SmokeTest
+from trimtab.profiling.training_loop import TrainingLoop
+from trimtab.settings.cuda_graphs import steps_to_launch
+from trimtab.settings.precision import retained_memory
+from trimtab.state.loop_state import LoopState
+from trimtab.state.peak_memory import peak_bytes, unused_bytes
+from trimtab.training.out_of_memory import is_out_of_memory
+from trimtab.training.run import Run
+
+# Training steps of a candidate in a trial, with checks that it trains.
+
+_MOST_SCALES = 20  # fp16 halves its loss scale after each overflow, here from 65536 to 0.125.
+
+
+class UntrainableCandidate(Exception):
+    """A candidate that runs but does not train.
+
+    Args:
+        failure: reason with its code.
+    """
+
+    def __init__(self, failure: Note) -> None:
+        super().__init__(failure.text)
+        self.failure = failure
+
+
+def take_step(run: Run, subject: TrainingLoop) -> None:
+    run.train_step(run.window(subject.batch), subject.loss_fn)
+
+
+def heaviest_step(run: Run, subject: TrainingLoop) -> None:
+    """Run the step with the highest memory use: over two batches if windows may span several."""
+    batches = [subject.batch] * (2 if subject.adapts_batch_size else 1)
+    run.train_step(run.window(*batches), subject.loss_fn)
+
+
+def step_until_applied(run: Run, subject: TrainingLoop) -> None:
+    """Step until the optimizer has stepped: once, or in fp16 until a loss scale is found.
+
+    Raises:
+        Unusable: the loss is NaN or infinite, or gradients overflow at every scale.
+    """
+    for _ in range(_MOST_SCALES):
+        if run.applied_steps > 0:
+            return
+        take_step(run, subject)
+        require_finite(run)
+    if run.applied_steps == 0:
+        text = f"gradients overflow at all of the {_MOST_SCALES} loss scales tried"
+        raise UntrainableCandidate(Note("trial.gradients_overflow", text))
+
+
+def require_finite(run: Run) -> None:
+    if not bool(torch.isfinite(run.loss)):
+        raise UntrainableCandidate(Note("trial.loss_nonfinite", "the loss is NaN or infinite"))
+
+
+# Power of candidates in trials, measured in separate windows of a second or more.
+
+
+class MeteredArm(Protocol):
+    """Fields of a trial arm that the power measurement uses."""
+
+    candidate: Candidate
+    first_s: float
+    error: Note | None
+    block_s: list[float]
+    watts: list[float]
+
+
+@dataclass(frozen=True)
+class TrialPower:
+    """Power measurement of trials.
+
+    Args:
+        meter: meter to read.
+        is_asked: True if energy is weighted or limited; otherwise candidates of a final get a single window each.
+    """
+
+    meter: Meter
+    is_asked: bool
+
+    def num_windows(self, stage: SearchPhase, *, over_time_budget: bool = False) -> int:
+        """Return the number of windows per arm; a final that weights energy gets enough for a verdict."""
+        decides = is_final(stage.name)
+        if stage.name == ALONE or not (self.is_asked or (decides and not over_time_budget)):
+            return 0
+        return MIN_PAIRS_FOR_VERDICT if self.is_asked and decides else 1
+
+    def read(self, subject: TrainingLoop, arms: Sequence[MeteredArm], start: LoopState, num_windows: int) -> None:
+        """Add the watts of each arm, in alternating order; an arm with a missing reading gets none.
+
+        An arm whose step raises records the error and is not run again.
+        """
+        for lap in range(num_windows):
+            for arm in [arm for arm in arms if arm.error is None][:: 1 if lap % 2 == 0 else -1]:
+                start.restore()
+                try:
+                    watts = self._watts(subject, arm)
+                except Exception as error:  # Most likely out of memory.
+                    arm.error, arm.block_s = failure_of(error), []
+                else:
+                    arm.watts.append(math.nan if watts is None else watts)
+        for arm in arms:
+            if arm.error is not None or any(map(math.isnan, arm.watts)):
+                arm.watts.clear()
+
+    def _watts(self, subject: TrainingLoop, arm: MeteredArm) -> float | None:
+        if isinstance(self.meter, GivenWatts):
+            return self.meter.watts
+        with subject.start(arm.candidate) as run:
+            for _ in range(steps_to_launch(arm.candidate.compiled) or 1):
+                _step(run, subject)
+            synchronize(subject.device)
+            clock = EnergyClock(self.meter)
+            clock.start()
+            steps = max(1, math.ceil(WINDOW_S / max(arm.first_s, 1e-6)))
+            while clock.seconds < WINDOW_S:
+                for _ in range(steps):
+                    _step(run, subject)
+                    clock.tick()
+                synchronize(subject.device)
+                steps = max(1, steps // 8)
+            return clock.read().watts
+
+
+def _step(run: Run, subject: TrainingLoop) -> None:
+    run.train_step(run.window(subject.batch), subject.loss_fn)
+
+
+_MODES = ("modes", SLICED)
+_OTHER_KERNELS = (*_MODES, "head")  # Search phases whose candidates use kernels that have not run yet.
+_FAR_SLOWER = 2.5
+_STAGE_S = 2.5  # Seconds of a candidate's blocks, if more than the requested number fit.
+_MOST = 3  # Limit on blocks, as a multiple of the requested number.
+_WORTH_A_LOOK = 1.05
+_PRICE = 0.1  # Fraction of the saved time of the run that additional blocks may take over the time budget.
+_SLOW_S = 0.3  # On a CPU, one-time costs are small compared with such a long first step.
+
+
+@dataclass
+class _TrialArm:
+    candidate: Candidate
+    control: bool = False
+    first_s: float = math.inf
+    peak_bytes: int | None = None
+    error: Note | None = None
+    compile_s: float | None = None
+    unused_bytes: int | None = None
+    uncounted: Exception | None = None  # Reason for an unknown peak.
+    watts: list[float] = field(default_factory=list)
+    block_s: list[float] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class _Blocks:
+    """Configuration of the timing blocks of a search phase; a block is a few consecutive steps of one candidate.
+
+    Args:
+        subject: the user's loop.
+        stage: the search phase.
+        steps: timed steps per block.
+        step_s: seconds of the incumbent's step, from its warm-up.
+        num_blocks: requested blocks.
+        patient: True to run more than `num_blocks` blocks, if blocks are short or a likely gain is within the noise;
+            only in phases that may replace the incumbent.
+        start: state at the start of every block.
+        progress: called with a line of text.
+        run_s: seconds of the planned run without changes; 0 if unknown.
+    """
+
+    subject: TrainingLoop
+    stage: SearchPhase
+    steps: int
+    step_s: float
+    num_blocks: int
+    patient: bool
+    start: LoopState
+    progress: Callable[[str], None]
+    run_s: float = 0.0
+
+    @property
+    def enough(self) -> int:
+        """Number of blocks to run; more of short blocks, which a single disturbance affects more."""
+        if self.stage.is_brief:
+            return min(self.num_blocks, MIN_BLOCKS)
+        block_s = self.steps * self.step_s
+        affordable = 0 if block_s <= 0 else min(self.most, round(_STAGE_S / block_s))
+        return max(self.num_blocks, affordable)
+
+    @property
+    def most(self) -> int:
+        """Largest number of blocks while a likely gain is within the noise or an order is open."""
+        return _MOST * self.num_blocks if self.patient or self.stage.orders else self.num_blocks
+
+    def most_for(self, gain: float, num_arms: int) -> int:
+        """Return the number of blocks for a likely gain: the most if there is time or the gain pays for them."""
+        more = _MOST * self.num_blocks
+        more_s = (more - self.enough) * num_arms * (self.steps + 1) * self.step_s
+        return more if more_s <= _PRICE * (1 - 1 / gain) * self.run_s else self.most
+
+    def steps_of(self, arm: _TrialArm) -> int:
+        """Return an arm's steps per block; fewer for a far slower arm."""
+        if not math.isfinite(arm.first_s) or arm.first_s <= _FAR_SLOWER * self.step_s:
+            return self.steps
+        return max(1, round(self.steps * self.step_s / arm.first_s))
+
+    @property
+    def slow(self) -> bool:
+        """True if a step takes a large part of a second."""
+        return self.step_s >= _SLOW_S
+
+
+def run_stage(
+    subject: TrainingLoop,
+    stage: SearchPhase,
+    num_blocks: int,
+    progress: Callable[[str], None],
+    known: Sequence[Trial] = (),
+    *,
+    patient: bool = True,
+    guard: CrashTest | None = None,
+    power: TrialPower | None = None,
+    run_s: float = 0.0,
+    notes: Notes | None = None,
+) -> tuple[Trial, ...]:
+    """Return the trials of a search phase; a candidate that fails has a trial with the error. State is restored.
+
+    Args:
+        known: trials of earlier phases.
+        patient: True to run more than `num_blocks` blocks, if blocks are short or a likely gain is within the noise;
+            only in phases that may replace the incumbent.
+        guard: crash test of kernels; None for a new one.
+        power: power measurement; None without a meter.
+        run_s: seconds of the planned run, which may pay for more blocks; 0 if unknown.
+        notes: receives peaks that could not be measured.
+    """
+    arms = [_TrialArm(candidate) for candidate in stage.candidates]
+    if stage.control:
+        arms.append(_TrialArm(stage.candidates[0], control=True))
+    with _shared_allocator(stage), subject.state() as snapshot:
+        door: SmokeTest | None = None
+        for arm in arms:
+            if arm.control:  # The incumbent's second run: it has run, or failed, already.
+                arm.first_s, arm.error = arms[0].first_s, arms[0].error
+            elif not _recall(arm, stage, known):
+                progress(f"{stage.name}: {arm.candidate.describe()}")
+                if stage.name in _OTHER_KERNELS and arm is not arms[0]:
+                    base_s = arms[0].first_s if stage.name in _MODES else None
+                    door = door or SmokeTest(subject, stage.candidates[0], base_s, guard)
+                    arm.error = door.refusal(arm.candidate)
+                if arm.error is None:
+                    snapshot.restore()  # The smoke test may have left state in the loss, in the incumbent's precision.
+                    slowest = _slowest(stage, arms[0].first_s)
+                    measures = stage.name != ALONE
+                    _warm_up(subject, arm, measure_memory=measures, slowest=slowest, paces=arm is arms[0])
+                if notes is not None and arm.uncounted is not None:
+                    what = f"the peak memory of {arm.candidate.describe()} was not measured"
+                    notes.add("memory.not_counted", what, arm.uncounted)
+                snapshot.restore()
+                if stage.is_known([each.peak_bytes for each in arms[: arms.index(arm) + 1]]):
+                    arms = arms[: arms.index(arm) + 1]
+                    break
+        step_s = arms[0].first_s
+        running = [arm for arm in arms if arm.error is None and arm.first_s <= _slowest(stage, step_s)]
+        steps = max(1, round(BLOCK_S / max(step_s, 1e-6))) if math.isfinite(step_s) else 1
+        start = _with_optimizer_state(subject, running, snapshot)
+        wanted = num_blocks if stage.accepts else MIN_BLOCKS
+        _run_blocks(_Blocks(subject, stage, steps, step_s, wanted, patient, start, progress, run_s), arms, running)
+        if power is not None and (windows := power.num_windows(stage, over_time_budget=not patient)):
+            progress(f"{stage.name}: measuring power")
+            power.read(subject, [arm for arm in arms if arm.error is None and arm.block_s], start, windows)
+    return tuple(_trial(stage, arm, step_s) for arm in arms)
+
+
+def _slowest(stage: SearchPhase, step_s: float) -> float:
+    """Return the largest time per step for which a candidate gets blocks.
+
+    Infinite in phases that may choose a slow candidate in order to meet a budget.
+    """
+    return _FAR_SLOWER * step_s if stage.name in _MODES else math.inf
+
+
+def _with_optimizer_state(subject: TrainingLoop, arms: Sequence[_TrialArm], before: LoopState) -> LoopState:
+    """Return a state with optimizer state, after a step of the first arm that can take one; else the state before.
+
+    A block without optimizer state would pay for creating it, within its only timed step if it has just one.
+    """
+    for arm in arms:
+        before.restore()
+        try:
+            with subject.start(arm.candidate) as run:
+                step_until_applied(run, subject)
+            highest = max((arm.peak_bytes for arm in arms if arm.peak_bytes is not None), default=None)
+            return subject.state(peak_bytes=highest)  # Peak memory is not measured in blocks.
+        except Exception:  # The warm-up succeeded; if this fails, the first block will fail too and record the error.
+            continue
+    return before
+
+
+def _run_blocks(blocks: _Blocks, arms: Sequence[_TrialArm], running: Sequence[_TrialArm]) -> None:
+    """Run the blocks of all arms.
+
+    A clear loser gets fewer blocks than requested, and a likely gain within the noise gets more. A phase that only
+    orders candidates ends when the order is known.
+    """
+    stage = blocks.stage
+    done, last = 0, blocks.enough
+    draw, before = random.Random(0), None
+    while done < last:
+        blocks.progress(f"{stage.name}: block {done + 1} of {last}")
+        for arm in drawn_turns(running, done, draw, before):
+            blocks.start.restore()
+            _run_block(blocks, arm)
+            before = arm
+        running = [arm for arm in running if arm.error is None]
+        done += 1
+        if stage.drops and (done == MIN_BLOCKS or (stage.orders and done > MIN_BLOCKS)):
+            running = still_open(running, arms[0], orders=stage.orders)
+            if (stage.orders or blocks.slow) and _is_over(stage, arms, running):
+                break
+        if done == blocks.enough and stage.control and (gain := _promised(arms, running)) is not None:
+            last = blocks.most_for(gain, len(running))
+
+
+def _recall(arm: _TrialArm, stage: SearchPhase, known: Sequence[Trial]) -> bool:
+    """Copy a candidate's step time and peak from an earlier phase; returns False if there were none."""
+    whole = [t for t in known if t.candidate == arm.candidate and t.is_whole and not t.control]
+    found = next((t for t in reversed(whole) if t.step_s), None)
+    if found is None or (found.peak_bytes is None and stage.name != ALONE):
+        return False
+    arm.first_s, arm.peak_bytes = found.step_s or math.inf, found.peak_bytes
+    return True
+
+
+def _warm_up(subject: TrainingLoop, arm: _TrialArm, *, measure_memory: bool, slowest: float, paces: bool) -> None:
+    """Run a step, a second one if needed, then a step with memory measurement; a failure becomes the arm's error.
+
+    The first step may include one-time costs, such as compiled or autotuned kernels. A second step is therefore run
+    if the first would drop the candidate (above `slowest`) or is short and sets the block length (`paces`), and
+    always on CUDA.
+    """
+    try:
+        with subject.start(arm.candidate) as run:
+            arm.first_s = time_call(lambda: take_step(run, subject), subject.device)
+            step_until_applied(run, subject)
+            compiled, once_s = arm.candidate.compiled, arm.first_s
+            first = [once_s, *_steps_until_launched(run, subject, arm.candidate)]
+            is_rough = once_s > slowest or (paces and once_s < _SLOW_S)
+            if is_rough or compiled or subject.device.type == "cuda":
+                arm.first_s = timer(arm.candidate)(lambda: take_step(run, subject), subject.device)
+            arm.compile_s = max(0.0, sum(first) - len(first) * arm.first_s) if compiled else None
+            require_finite(run)
+            if is_recorded(compiled) and (refusal := replay_refusal(subject, arm.candidate)) is not None:
+                raise UntrainableCandidate(Note("trial.graphs_refused", refusal))
+            if measure_memory:
+                _count_peak(run, subject, arm)
+    except UntrainableCandidate as error:
+        arm.error = error.failure
+    except Exception as error:  # The user's model or the device may fail in any way; the reason is recorded.
+        arm.error = failure_of(error)
+
+
+def _count_peak(run: Run, subject: TrainingLoop, arm: _TrialArm) -> None:
+    """Measure the peak memory of a step.
+
+    If the measurement fails but steps run, the peak stays unknown and the arm records the reason.
+    """
+    try:
+        subject.optimizer.zero_grad(set_to_none=True)  # Gradients alive before the measurement would not be counted.
+        counted = peak_bytes(lambda: heaviest_step(run, subject), subject.device, subject.live_tensors)
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise
+        take_step(run, subject)  # If the step itself fails, so does the trial.
+        arm.uncounted = error
+        return
+    arm.peak_bytes = counted + subject.start_bytes
+    # In memory of CUDA graphs, tensors cannot be distinguished from unused space.
+    arm.unused_bytes = None if is_recorded(arm.candidate.compiled) else unused_bytes(subject.device)
+
+
+def _steps_until_launched(run: Run, subject: TrainingLoop, candidate: Candidate) -> list[float]:
+    """Return the seconds of the steps after the first in which CUDA graphs are captured; [] without graphs."""
+    number = steps_to_launch(candidate.compiled) - 1
+    return [time_call(lambda: take_step(run, subject), subject.device) for _ in range(number)]
+
+
+def _is_over(stage: SearchPhase, arms: Sequence[_TrialArm], running: Sequence[_TrialArm]) -> bool:
+    """Return True if there were rivals and more blocks could not change the outcome for the remaining arms."""
+    left = [arm for arm in running if not arm.control]
+    had_rivals = any(not arm.control and (arm.block_s or stage.accepts) for arm in arms[1:])
+    return had_rivals and (len(left) < 2 if stage.orders else left == [arms[0]])
+
+
+def _promised(arms: Sequence[_TrialArm], running: Sequence[_TrialArm]) -> float | None:
+    """Return the largest speed-up of a rival that is worth having but still within the noise; None without one."""
+    incumbent, control = arms[0], next((arm for arm in running if arm.control), None)
+    # Without a control or incumbent, no number of blocks resolves a difference.
+    if control is None or not incumbent.block_s:
+        return None
+    resolved = ratio_interval(paired_ratios(control.block_s, incumbent.block_s))
+    rivals = [arm for arm in running if arm is not incumbent and not arm.control]
+    ratios = [ratio_interval(paired_ratios(arm.block_s, incumbent.block_s)) for arm in rivals]
+    open_ones = [ratio.mean for ratio in ratios if ratio.mean > _WORTH_A_LOOK and not is_gain(ratio, resolved)]
+    return max(open_ones, default=None)
+
+
+@contextlib.contextmanager
+def _shared_allocator(stage: SearchPhase) -> Iterator[None]:
+    """Keep freed host memory across the blocks of a phase whose candidates all do, as a single run would."""
+    if any(candidate.allocator != "retain" for candidate in stage.candidates):
+        yield
+        return
+    let_go = retained_memory.hold()
+    try:
+        yield
+    finally:
+        let_go()
+
+
+def _run_block(blocks: _Blocks, arm: _TrialArm) -> None:
+    """Add a block; an arm that ran before may still fail, mainly because memory runs out."""
+    try:
+        arm.block_s.append(_time_block(blocks.subject, blocks.stage, arm.candidate, blocks.steps_of(arm)))
+    except UntrainableCandidate as error:
+        arm.error, arm.block_s = error.failure, []
+    except Exception as error:
+        arm.error, arm.block_s = failure_of(error), []
+
+
+def _time_block(subject: TrainingLoop, stage: SearchPhase, candidate: Candidate, steps: int) -> float:
+    with subject.start(candidate) as run:
+        if stage.name == ALONE:
+            return _time_optimizer(subject, steps)
+        # Freed memory has to be requested again.
+        if steps > 1 or subject.device.type == "cuda" or _needs_a_lead(stage):
+            step_until_applied(run, subject)
+        # Every run captures CUDA graphs again.
+        for _ in range(max(steps_to_launch(each.compiled) for each in stage.candidates)):
+            take_step(run, subject)
+
+        def step() -> None:
+            take_step(run, subject)
+
+        if subject.device.type == "cuda":  # A synchronisation after every step would be included in the time.
+            return time_call(step, subject.device, steps)
+        return statistics.median(timer(candidate)(step, subject.device) for _ in range(steps))
+
+
+def timer(candidate: Candidate) -> Callable[[Callable[[], object], torch.device], float]:
+    """Return the timing function for a candidate's steps.
+
+    With kept freed memory, a step in which the heap grew does not count.
+    """
+    return time_settled if candidate.allocator == "retain" else time_call
+
+
+def _needs_a_lead(stage: SearchPhase) -> bool:
+    """Return True if each block needs an untimed first step, for all arms alike.
+
+    An arm that keeps freed memory must first request the memory that another block returned, and fp16 must first find
+    its loss scale. If only those arms were warmed up, the first step would decide in their favour.
+    """
+    allocators = {candidate.allocator for candidate in stage.candidates}
+    return len(allocators) > 1 or any(candidate.precision == "fp16" for candidate in stage.candidates)
+
+
+def _time_optimizer(subject: TrainingLoop, steps: int) -> float:
+    for parameter in subject.trained.parameters():
+        if parameter.requires_grad:
+            parameter.grad = torch.full_like(parameter, 1e-3)
+    subject.optimizer.step()
+    return time_call(subject.optimizer.step, subject.device, max(3, steps))
+
+
+def _trial(stage: SearchPhase, arm: _TrialArm, incumbent_s: float) -> Trial:
+    blocks = tuple(arm.block_s)
+    error = arm.error
+    if error is None and not blocks:
+        taken, best = format_seconds(arm.first_s), format_seconds(incumbent_s)
+        text = f"too slow in the warm-up: {taken} per step; the best candidate so far takes {best}"
+        error = Note("trial.too_slow", text)
+    found = Trial(stage.name, arm.candidate, blocks, arm.peak_bytes, control=arm.control)
+    if error is not None:
+        found = replace(found, error=error.text, code=error.code)
+    return replace(found, compile_s=arm.compile_s, unused_bytes=arm.unused_bytes, watts=tuple(arm.watts))

@@ -1,1 +1,0 @@
-"""The training run: applies a plan to a live model and optimizer, reversibly."""

@@ -1,0 +1,165 @@
+"""Learning rate of a plan: scale, schedule and batch size scaling (paper eqs. 10, 11; math: section 5).
+
+The factor is applied only within the optimizer's step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import warnings
+from collections.abc import Iterator, Mapping
+
+import torch
+
+from trimtab.core import validation
+from trimtab.core.batch_rule import factor_of
+from trimtab.core.errors import OptimizerError
+from trimtab.core.plan import Plan
+from trimtab.core.stateful import Load, Stateful, require_keys
+
+
+def rate_factor(plan: Plan, progress: float | None) -> float:
+    """Return the plan's factor on the user's learning rates: the plan's scale times the schedule's value.
+
+    Args:
+        progress: fraction of training completed after the window that is about to be applied; required if the plan has
+            a schedule.
+    """
+    scale = float(plan.learning_rate_scale.value or 1.0)
+    if plan.schedule.value == "user":
+        return scale
+    assert progress is not None
+    rises = plan.warmup_fraction.value
+    return scale * factor_of(str(plan.schedule.value), progress, None if rises is None else float(rises))
+
+
+def require_rates(plan: Plan, optimizer: torch.optim.Optimizer) -> None:
+    """Raise `OptimizerError` if a plan scales learning rates and the optimizer has none."""
+    follows = (
+        plan.batch_rule is not None and not plan.batch_rule.only_measures and plan.batch_rule.learning_rate != "none"
+    )
+    scales = plan.schedule.value != "user" or plan.learning_rate_scale.value != 1.0 or follows
+    if scales and any(group.get("lr") is None for group in optimizer.param_groups):
+        raise rate_unset("plan.learning_rate_scale" if plan.schedule.value == "user" else "plan.schedule", optimizer)
+
+
+def rate_unset(field: str, optimizer: torch.optim.Optimizer) -> OptimizerError:
+    """Return the error for a plan that scales learning rates and an optimizer without them."""
+    return OptimizerError(
+        field,
+        problem=f"The plan changes the learning rate, but {type(optimizer).__name__} has lr=None and sets its own "
+        f"rate.",
+        got="lr=None",
+        hint="Pass a learning rate to the optimizer (Adafactor: relative_step=False), or make the plan without adapt=.",
+        code="optimizer.rate_unset",
+    )
+
+
+def applied_rate(optimizer: torch.optim.Optimizer, factor: float) -> float | None:
+    """Return the first group's learning rate times a factor; None if the optimizer sets its own."""
+    own = optimizer.param_groups[0].get("lr")
+    return None if own is None else own * factor
+
+
+def is_scale_invariant(optimizer: torch.optim.Optimizer) -> bool:
+    """Return True if the step size is independent of the gradient's scale, as in Adam; assumed for all but SGD."""
+    return not isinstance(getattr(optimizer, "optim", optimizer), torch.optim.SGD | torch.optim.ASGD)
+
+
+class RateFollower(Stateful):
+    """Learning rate factor that follows the batch size relative to the user's batch size (`ratio`).
+
+    The rule "linear" uses the ratio (SGD; paper eq. 11), "sqrt" its square root (Adam family; Malladi et al. 2022,
+    whose rule also changes betas and epsilon, unlike this class). An increase is spread over ten applied windows per
+    doubling, a decrease applies at once. A window smaller than decided, such as the last of a loader, gets a lower
+    factor without affecting later windows. A larger window, made to measure noise, gets no higher factor, since the
+    ramp exists to avoid jumps of the learning rate.
+    """
+
+    RAMP = 10
+
+    def __init__(self, rule: str) -> None:
+        self.rule = rule
+        self._level = 1.0
+        self._settled: tuple[float, float] | None = None  # Ratio and decided ratio for which the level is final.
+
+    @classmethod
+    def for_optimizer(cls, rule: str, optimizer: torch.optim.Optimizer) -> RateFollower:
+        """Return the follower for a rule; "auto" selects "linear" for SGD and "sqrt" for all other optimizers."""
+        if rule == "auto":
+            rule = "sqrt" if is_scale_invariant(optimizer) else "linear"
+        return cls(rule)
+
+    def factor(self, ratio: float, decided: float) -> float:
+        """Return the factor for a window.
+
+        Args:
+            ratio: size of the window relative to the user's batch.
+            decided: decided size relative to the user's batch.
+        """
+        if self._settled == (ratio, decided):
+            return self._level
+        level = min(self._wanted(decided), max(1.0, self._level) * 2 ** (1 / self.RAMP))
+        return min(level, self._wanted(ratio))
+
+    def applied(self, ratio: float, decided: float) -> None:
+        """Advance the ramp after an applied window; arguments as for `factor`."""
+        if self._settled == (ratio, decided):
+            return
+        level, wanted = max(self._level, self.factor(min(ratio, decided), decided)), self._wanted(decided)
+        self._level = min(level, wanted)
+        self._settled = (ratio, decided) if ratio == decided and self._level == wanted else None
+
+    def _wanted(self, ratio: float) -> float:
+        return {"linear": ratio, "sqrt": math.sqrt(ratio), "none": 1.0}[self.rule]
+
+    def state_dict(self) -> dict[str, float]:
+        """Return the level of the ramp."""
+        return {"level": self._level}
+
+    def loading(self, state: Mapping[str, float]) -> Load:
+        """Return a function that restores a `state_dict()`.
+
+        Raises:
+            FormatError: a key is missing or unknown.
+            ValueGivenError: a value is invalid.
+        """
+        require_keys("state.rate", state, ("level",))
+        level = validation.number("state.rate.level", state["level"], low=0, open_low=True)
+
+        def load() -> None:
+            self._level, self._settled = level, None
+
+        return load
+
+
+def scaled_rates(optimizer: torch.optim.Optimizer, factor: float) -> contextlib.AbstractContextManager[None]:
+    """Multiply every group's learning rate within the block, and restore the user's values afterwards.
+
+    If the factor remained, a scheduler that reads the learning rate back would compound it.
+    """
+    return contextlib.nullcontext() if factor == 1.0 else _multiplied(optimizer, factor)
+
+
+_CHANGED = (
+    "A learning rate was changed within optimizer.step(), for which the plan scales it, so the change was undone. Call "
+    "scheduler.step() after run.step() or run.train_step(), not in a hook of the optimizer."
+)
+
+
+@contextlib.contextmanager
+def _multiplied(optimizer: torch.optim.Optimizer, factor: float) -> Iterator[None]:
+    before = [group["lr"] for group in optimizer.param_groups]
+    multiplied = [None if rate is None else rate * factor for rate in before]
+    try:
+        for group, rate in zip(optimizer.param_groups, multiplied, strict=True):
+            group["lr"] = rate
+        yield
+    finally:
+        groups = optimizer.param_groups  # A group may have been added meanwhile.
+        changed = [group["lr"] is not rate for group, rate in zip(groups, multiplied, strict=False)]
+        for group, rate in zip(groups, before, strict=False):
+            group["lr"] = rate
+        if any(changed):
+            warnings.warn(_CHANGED, stacklevel=2)

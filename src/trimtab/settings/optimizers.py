@@ -1,0 +1,501 @@
+"""The user's optimizer: validation against the model, and switching to the fused step and back."""
+
+from __future__ import annotations
+
+import copy
+import dis
+import functools
+import inspect
+import types
+import weakref
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trimtab.core.errors import ModelError, OptimizerError, ValueGivenError
+from trimtab.settings.memory_layout import align_state
+from trimtab.settings.optimizer_self_test import fused_difference
+from trimtab.state.object_snapshots import references
+from trimtab.state.reachable_objects import modules_of
+
+# Detection of optimizers, such as many SAM versions, with an optional closure in the signature but not in fact.
+
+_MOST = 4  # Largest size of each dimension of a substitute parameter.
+_PLAIN = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, str, int, float, bool, type(None))
+
+
+def closure_failure(optimizer: torch.optim.Optimizer) -> str:
+    """Return the error of a step without a closure if a step with a closure succeeds, else "".
+
+    Optimizer, parameters and state stay unchanged. Steps that refer to other user objects are not tried, because a
+    trial could change these objects; the result is then "".
+    """
+    if optimizer not in _known:
+        _known[optimizer] = _closure_failure(optimizer)
+    return _known[optimizer]
+
+
+_known: weakref.WeakKeyDictionary[torch.optim.Optimizer, str] = weakref.WeakKeyDictionary()
+
+
+def _closure_failure(optimizer: torch.optim.Optimizer) -> str:
+    steps = list(_own_steps(optimizer))
+    if not any(map(_may_need, steps)) or not all(map(_is_self_contained, steps)) or "step" in vars(optimizer):
+        return ""
+    without = _tried(optimizer, with_closure=False)
+    return without if without and _tried(optimizer, with_closure=True) == "" else ""
+
+
+def _own_steps(optimizer: torch.optim.Optimizer) -> Iterator[types.FunctionType]:
+    """Yield the step functions of the optimizer's user-defined classes."""
+    for cls in type(optimizer).__mro__:
+        step = vars(cls).get("step")
+        found = inspect.unwrap(step) if callable(step) else None
+        if isinstance(found, types.FunctionType) and not cls.__module__.startswith("torch."):
+            yield found
+
+
+def _may_need(step: types.FunctionType) -> bool:
+    """Return True if a step function reads a parameter named closure."""
+    has_closure = "closure" in inspect.signature(step).parameters
+    return has_closure and any(each.argval == "closure" for each in dis.get_instructions(step))
+
+
+def _is_self_contained(step: types.FunctionType) -> bool:
+    """Return True if a step function refers to no object outside of the optimizer that a step could change."""
+    return all(isinstance(value, _PLAIN) for value in references(step))
+
+
+def _tried(optimizer: torch.optim.Optimizer, *, with_closure: bool) -> str:
+    """Return the error of a step on a copy of an optimizer, or ""; "not copied" if there is no copy."""
+    try:
+        stood_in, copied = _copied(optimizer)
+    except Exception:  # User-defined attributes may raise any error when copied.
+        return "not copied" if with_closure else ""
+
+    def closure() -> Tensor:
+        loss = sum((p.float() if not p.is_complex() else p.abs()).square().sum() for p in stood_in)
+        for p in stood_in:
+            p.grad = torch.full_like(p, 1e-3)
+        return torch.as_tensor(loss).detach()
+
+    closure()
+    step: Callable[..., Any] = type(copied).step
+    try:
+        with torch.enable_grad():
+            step(copied, closure) if with_closure else step(copied)
+    except Exception as error:
+        return f"{type(error).__name__}: {str(error).partition(chr(10))[0]:.100}"
+    return ""
+
+
+def _copied(optimizer: torch.optim.Optimizer) -> tuple[list[nn.Parameter], torch.optim.Optimizer]:
+    """Return substitute parameters, and a copy of the optimizer that holds the substitutes and empty state.
+
+    Raises:
+        ValueError: the optimizer holds a module, whose copy could be large.
+    """
+    memo: dict[int, Any] = {}
+    stood_in = []
+    held = {name: value for name, value in vars(optimizer).items() if not name.endswith("_hooks")}
+    inner = [value for value in held.values() if isinstance(value, torch.optim.Optimizer)]
+    if any(isinstance(value, nn.Module) for value in held.values()):
+        raise ValueError("the optimizer holds a module")
+    for each in (optimizer, *inner):
+        memo[id(each.state)] = defaultdict(dict)
+        for p in (p for group in each.param_groups for p in group["params"]):
+            if id(p) not in memo:
+                shape = [min(size, _MOST) for size in p.shape]
+                values = torch.full(shape, 0.5, dtype=p.dtype, device=p.device)
+                memo[id(p)] = nn.Parameter(values, requires_grad=p.requires_grad)
+                stood_in += [memo[id(p)]] if p.requires_grad else []
+    copied = object.__new__(type(optimizer))
+    vars(copied).update({name: OrderedDict() for name in vars(optimizer) if name.endswith("_hooks")})
+    vars(copied).update(copy.deepcopy(held, memo))  # `Optimizer.__deepcopy__` would leave out attributes of subclasses.
+    return stood_in, copied
+
+
+# Exact classes, since a subclass may override the step that is switched.
+_FUSED_CLASSES = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
+
+
+def with_auxiliary_modules(model: nn.Module, modules: Iterable[nn.Module] = ()) -> nn.Module:
+    """Return the model, or a container of the model and the auxiliary modules trained with it."""
+    others = nn.ModuleList(modules)
+    if not others:
+        return model
+    container = nn.ModuleDict({"model": model, "auxiliary": others})
+    container.training = model.training
+    return container
+
+
+def modules_beside(model: nn.Module, modules: Any) -> tuple[nn.Module, ...]:
+    """Return the modules of `modules=[...]` that are not part of the model.
+
+    Raises:
+        ValueGivenError: `modules` is not an iterable of modules.
+    """
+    if not isinstance(model, nn.Module):
+        return ()  # `check_ownership` raises the error for this.
+    found = modules if isinstance(modules, Iterable) and not isinstance(modules, nn.Module) else None
+    listed = None if found is None else list(found)
+    if listed is None or not all(isinstance(module, nn.Module) for module in listed):
+        raise ValueGivenError(
+            "modules",
+            got=f"{modules!r:.80}",
+            expected="a list of torch.nn.Module objects, such as modules=[criterion]",
+            code="modules.not_modules",
+        )
+    own = {id(module) for module in model.modules()}
+    return tuple({id(module): module for module in listed if id(module) not in own}.values())
+
+
+def require_alone(modules: tuple[nn.Module, ...], *, is_alone: bool) -> None:
+    """Raise `ModelError` for auxiliary modules with several ranks, because their gradients would not be reduced."""
+    if modules and not is_alone:
+        raise ModelError(
+            "modules",
+            problem=f"modules= contains a {type(modules[0]).__name__}, but with several ranks only the gradients of "
+            "the model are reduced.",
+            hint="Make it a submodule of the model, and compute the loss in the model's forward.",
+            code="modules.several_ranks",
+        )
+
+
+def check_ownership(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    modules: tuple[nn.Module, ...] = (),
+    loss_fn: Callable[..., Any] | None = None,
+) -> None:
+    """Check that every optimizer parameter belongs to the model or to an auxiliary module.
+
+    Args:
+        modules: modules trained with the model, such as a criterion with parameters.
+        loss_fn: the loss, if known, to find the owner of other parameters for the error message.
+
+    Raises:
+        ModelError: `model` is not a module, has no trainable parameter, or uses several devices.
+        OptimizerError: `optimizer` is not an optimizer, needs a closure, or has other parameters.
+    """
+    if not isinstance(model, nn.Module):
+        raise ModelError(
+            "model", got=f"a {type(model).__name__}", expected="a torch.nn.Module", code="model.not_module"
+        )
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        inner = next(
+            (each for each in getattr(optimizer, "__dict__", {}).values() if isinstance(each, torch.optim.Optimizer)),
+            None,
+        )
+        raise OptimizerError(
+            "optimizer",
+            got=f"a {type(optimizer).__name__}",
+            expected="a torch.optim.Optimizer",
+            hint=""
+            if inner is None
+            else f"Make {type(optimizer).__name__} a subclass of torch.optim.Optimizer with the param_groups and state "
+            f"of its {type(inner).__name__}.",
+            code="optimizer.not_torch",
+        )
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise needs_closure(optimizer)
+    if failure := closure_failure(optimizer):
+        raise needs_closure(optimizer, failure)
+    trained = with_auxiliary_modules(model, modules)
+    if not any(p.requires_grad for p in trained.parameters()):
+        raise ModelError(
+            "model",
+            got=f"a {type(model).__name__} without trainable parameters",
+            expected="at least one parameter with requires_grad=True",
+            hint="Call requires_grad_() on the parameters to train.",
+            code="model.nothing_to_train",
+        )
+    devices = {p.device for p in trained.parameters()}
+    if len(devices) > 1:
+        raise ModelError(
+            "model",
+            got="parameters on " + ", ".join(sorted(map(str, devices))),
+            expected="all parameters on one device",
+            hint="Move the model, and modules passed as modules=, to one device.",
+            code="model.several_devices",
+        )
+    owned = {id(p) for p in trained.parameters()}
+    foreign = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in owned]
+    if foreign:
+        raise _foreign(foreign, loss_fn)
+    if not any(p.requires_grad for group in optimizer.param_groups for p in group["params"]):
+        raise OptimizerError(
+            "optimizer",
+            got="only frozen parameters",
+            expected="at least one parameter with requires_grad=True",
+            hint="Unfreeze parameters, or pass trainable parameters to the optimizer.",
+            code="optimizer.nothing_to_train",
+        )
+
+
+def needs_closure(optimizer: torch.optim.Optimizer, failure: str = "") -> OptimizerError:
+    """Return the error for an optimizer whose step needs a closure."""
+    name = type(optimizer).__name__
+    said = f"{name}.step() fails without a closure ({failure})" if failure else f"{name}.step() requires a closure"
+    return OptimizerError(
+        "optimizer",
+        problem=f"{said}, but a run computes the loss once per step and passes no closure.",
+        got=name,
+        hint="Use an optimizer that needs only param.grad, or train with your own loop (docs/own_loop.md).",
+        code="optimizer.needs_closure",
+    )
+
+
+def _foreign(foreign: list[Tensor], loss_fn: Callable[..., Any] | None) -> OptimizerError:
+    """Return the error for parameters outside of model and modules, with a hint that depends on their owner."""
+    wanted = {id(p) for p in foreign}
+    reached = () if loss_fn is None else modules_of(loss_fn)
+    owners = [m for m in reached if any(id(p) in wanted for p in m.parameters())]
+    networks = "To train two networks{}, start one run per network, each with its own optimizer (docs/own_loop.md)."
+    if owners:
+        names = ", ".join(sorted({type(owner).__name__ for owner in owners}))
+        hint = f"The loss function uses parameters of {names}. Pass modules=[criterion] to train these parameters too."
+    elif loss_fn is None:
+        hint = "Pass modules=[criterion] if the criterion has parameters. Otherwise create the optimizer after the "
+        hint += "last change of the model: optimizer = AdamW(model.parameters(), ...). " + networks.format("")
+    else:
+        hint = "Create the optimizer after the last change of the model: optimizer = AdamW(model.parameters(), ...). "
+        hint += networks.format(" (a GAN)")
+    shapes = ", ".join(str(tuple(p.shape)) for p in foreign[:3]) + (", ..." if len(foreign) > 3 else "")
+    return OptimizerError(
+        "optimizer",
+        problem=f"The optimizer has {len(foreign)} parameters that the model does not have, with shapes {shapes}.",
+        got=f"{len(foreign)} parameters of shapes {shapes}",
+        hint=hint,
+        code="optimizer.foreign_parameters",
+    )
+
+
+def drop_gradients(optimizer: torch.optim.Optimizer, *, between_steps: bool = False) -> None:
+    """Set gradients to None, like `optimizer.zero_grad(set_to_none=True)` in half the time (docs/LOG.md).
+
+    An overridden `zero_grad` is called.
+
+    Args:
+        between_steps: True at the point where a loop calls `zero_grad`. A user's own `zero_grad` that keeps gradients
+            there accumulates over steps, which is an error.
+
+    Raises:
+        OptimizerError: the user's own `zero_grad` keeps gradients between steps.
+    """
+    if getattr(optimizer.zero_grad, "__func__", None) is not torch.optim.Optimizer.zero_grad:
+        groups = optimizer.param_groups if between_steps else []
+        before = [(p.grad, p.grad._version, p) for group in groups for p in group["params"] if p.grad is not None]
+        is_replaced = "zero_grad" in vars(optimizer)
+        sets_to_none = _takes_to_none(optimizer.zero_grad) if is_replaced else _says_to_none(type(optimizer))  # type: ignore[arg-type]  # a class is hashable
+        optimizer.zero_grad(set_to_none=True) if sets_to_none else optimizer.zero_grad()
+        kept = [p for grad, version, p in before if p.grad is grad and grad._version == version]
+        # An in-place `grad.data.zero_()` does not change the version counter.
+        if any(bool(p.grad.any()) for p in kept if p.grad is not None):
+            raise _keeps_gradients(optimizer, len(kept))
+        if sets_to_none:
+            return
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            p.grad = None
+
+
+def _keeps_gradients(optimizer: torch.optim.Optimizer, number: int) -> OptimizerError:
+    return OptimizerError(
+        "optimizer.zero_grad",
+        problem=f"{type(optimizer).__name__}.zero_grad() kept the gradients of {number} parameters, so that steps "
+        "would add up.",
+        got=f"gradients of {number} parameters",
+        hint="Let zero_grad() remove gradients. To accumulate gradients over n batches, call run.of_batches(n).",
+        code="optimizer.keeps_gradients",
+    )
+
+
+@functools.cache
+def _says_to_none(cls: type[torch.optim.Optimizer]) -> bool:
+    """Return True if an overridden `zero_grad` accepts `set_to_none`; Apex's has no arguments."""
+    return _takes_to_none(cls.zero_grad)
+
+
+def _takes_to_none(zero_grad: Callable[..., Any]) -> bool:
+    taken = inspect.signature(zero_grad).parameters
+    return "set_to_none" in taken or any(each.kind is each.VAR_KEYWORD for each in taken.values())
+
+
+def is_fused(optimizer: torch.optim.Optimizer) -> bool:
+    """Return True if every group uses the fused step already."""
+    return all(group.get("fused") is True for group in optimizer.param_groups)
+
+
+def supports_fused(optimizer: torch.optim.Optimizer) -> bool:
+    """Return True if `use_fused` can switch this optimizer.
+
+    False if the fused step would differ from the plain step: SGD with dampening, whose first step per parameter is
+    special, and parameters with gaps in memory, which the fused CPU kernels ignore.
+    """
+    groups = optimizer.param_groups
+    return (
+        type(optimizer) in _FUSED_CLASSES
+        and not has_own_step(optimizer)
+        and not any(group.get("differentiable") or group.get("capturable") for group in groups)
+        and not any(group.get("momentum") and group.get("dampening") for group in groups)
+        and all(p.is_floating_point() and not p.is_sparse for group in groups for p in group["params"])
+        and all(_is_dense(p) for group in groups for p in group["params"])
+        and all(p.device.type in ("cpu", "cuda") for group in groups for p in group["params"])
+    )
+
+
+def _is_dense(parameter: Tensor) -> bool:
+    """Return True if a parameter's memory has no gaps, in any order of dimensions."""
+    extent = 1 + sum((size - 1) * stride for size, stride in zip(parameter.shape, parameter.stride(), strict=True))
+    return parameter.numel() == 0 or extent == parameter.numel()
+
+
+def _begin_momenta(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """Give parameters that receive their first gradient late a zero momentum.
+
+    torch's fused SGD requires momentum buffers for all parameters or for none.
+    """
+    if len(optimizer.state) == sum(len(group["params"]) for group in optimizer.param_groups):
+        return  # All momentum buffers exist: return quickly in ordinary steps.
+    for group in optimizer.param_groups:
+        begins = group["momentum"] and group["fused"]  # A group added during the run may use the plain step.
+        held = [p for p in group["params"] if p.grad is not None] if begins else []
+        lacking = [p for p in held if optimizer.state.get(p, {}).get("momentum_buffer") is None]
+        for p in lacking if len(lacking) < len(held) else ():
+            optimizer.state[p]["momentum_buffer"] = torch.zeros_like(p, memory_format=torch.preserve_format)
+
+
+def has_own_step(optimizer: torch.optim.Optimizer) -> bool:
+    """Return True if the user replaced `optimizer.step`. Wrappers of torch's schedulers do not count."""
+    step = vars(optimizer).get("step")
+    while step is not None and getattr(step, "_wrapped_by_lr_sched", False):
+        step = getattr(step, "__wrapped__", None)
+    return step is not None and getattr(step, "__func__", step) is not type(optimizer).step
+
+
+def use_fused(optimizer: torch.optim.Optimizer, *, is_tested: bool = True) -> Callable[[], None]:
+    """Switch to the fused step and keep the state; return a function that switches back.
+
+    Args:
+        is_tested: compare the fused with the plain step first, on copies of parameters.
+
+    Raises:
+        OptimizerError: this optimizer has no fused step that can be switched on, or its fused step differs.
+    """
+    if not supports_fused(optimizer):
+        raise OptimizerError(
+            "plan.fused_optimizer",
+            got=type(optimizer).__name__,
+            expected="an optimizer with a fused step: " + ", ".join(cls.__name__ for cls in _FUSED_CLASSES) + ", "
+            "without dampening and with dense floating-point parameters",
+            hint="Use a plan with fused_optimizer=False.",
+            code="optimizer.not_fusible",
+        )
+    if is_tested and (difference := fused_difference(optimizer)):
+        raise OptimizerError(
+            "plan.fused_optimizer",
+            problem=f"The fused step of {type(optimizer).__name__} differs from its default step by more than "
+            f"rounding: {difference}.",
+            hint="Use a plan with fused_optimizer=False, or keep these parameters in fp32.",
+            code="optimizer.fused_differs",
+        )
+    before = [(group.get("fused"), group.get("foreach")) for group in optimizer.param_groups]
+
+    def switch(optimizer: torch.optim.Optimizer) -> None:
+        align_state(optimizer)
+        for group, _ in zip(optimizer.param_groups, before, strict=False):  # Groups added later are left unchanged.
+            group["fused"], group["foreach"] = True, False
+            _move_steps(optimizer, group, on_device=True)
+
+    # A loaded state has its own flags; a saved state must not contain the plan's flags, as it outlives the run.
+    loading = optimizer.register_load_state_dict_post_hook(switch)
+    saving = optimizer.register_state_dict_post_hook(lambda optimizer, saved: _save_flags(saved, before))
+    hooks = [loading, saving]
+    if isinstance(optimizer, torch.optim.SGD) and any(group["momentum"] for group in optimizer.param_groups):
+        hooks.append(optimizer.register_step_pre_hook(_begin_momenta))
+
+    def undo() -> None:
+        for hook in hooks:
+            hook.remove()
+        for group, (fused, foreach) in zip(optimizer.param_groups, before, strict=False):
+            group["fused"], group["foreach"] = fused, foreach
+            _move_steps(optimizer, group, on_device=fused is True)
+
+    try:
+        switch(optimizer)
+    except BaseException:  # Out of memory, or Ctrl-C, after some of the state was moved.
+        undo()
+        raise
+    return undo
+
+
+def make_state(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
+    """Allocate the state of the first step as zeros, so that the step itself allocates none.
+
+    Does nothing for unknown optimizers, and for SGD with dampening, whose first step does not start from zeros.
+
+    Returns:
+        A function that removes the state of parameters that have not been stepped.
+    """
+    made: list[Tensor] = []
+    if type(optimizer) not in _FUSED_CLASSES:
+        return lambda: None
+
+    def undo() -> None:
+        for parameter in made:
+            values = optimizer.state.get(parameter, {}).values()
+            if not any(bool(value.any()) for value in values if isinstance(value, Tensor)):
+                optimizer.state.pop(parameter, None)
+
+    try:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                state = _zero_state(type(optimizer), group, parameter) if _lacks_state(optimizer, parameter) else {}
+                if state:
+                    made.append(parameter)
+                    optimizer.state[parameter] = state
+    except BaseException:
+        undo()
+        raise
+    return undo
+
+
+def _lacks_state(optimizer: torch.optim.Optimizer, parameter: Tensor) -> bool:
+    is_real = parameter.device.type in ("cpu", "cuda") and not parameter.is_sparse
+    return is_real and parameter.requires_grad and not optimizer.state.get(parameter)
+
+
+def _zero_state(cls: type, group: dict[str, Any], parameter: Tensor) -> dict[str, Any]:
+    def zeros() -> Tensor:
+        return torch.zeros_like(parameter, memory_format=torch.preserve_format)
+
+    if cls is torch.optim.SGD:
+        return {"momentum_buffer": zeros()} if group["momentum"] != 0 and group["dampening"] == 0 else {}
+    on_device = group.get("fused") is True or group.get("capturable") is True
+    step = torch.zeros((), dtype=torch.float32, device=parameter.device if on_device else "cpu")
+    state = {"step": step, "exp_avg": zeros(), "exp_avg_sq": zeros()}
+    return state | ({"max_exp_avg_sq": zeros()} if group["amsgrad"] else {})
+
+
+def _save_flags(saved: dict[str, Any], flags: list[tuple[bool | None, bool | None]]) -> None:
+    """Restore the user's flags, and host step counters, in a new `state_dict()`."""
+    for group, (fused, foreach) in zip(saved["param_groups"], flags, strict=False):
+        group["fused"], group["foreach"] = fused, foreach
+        for index in group["params"] if fused is not True else ():
+            state = saved["state"].get(index, {})
+            if isinstance(state.get("step"), Tensor):
+                saved["state"][index] = state | {"step": state["step"].cpu()}
+
+
+def _move_steps(optimizer: torch.optim.Optimizer, group: dict[str, Any], *, on_device: bool) -> None:
+    # The fused kernel reads step counters on the parameter's device, the foreach kernel on the host.
+    for parameter in group["params"]:
+        step = optimizer.state.get(parameter, {}).get("step")
+        if isinstance(step, Tensor):
+            device = parameter.device if on_device else torch.device("cpu")
+            optimizer.state[parameter]["step"] = step.to(device, torch.float32)

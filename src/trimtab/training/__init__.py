@@ -1,0 +1,1 @@
+"""The training run: windows, micro-batches, backward, optimizer step, and what happens around them."""

@@ -1,0 +1,241 @@
+"""Application of a plan to a model and optimizer, with an undo for each change; one run per model at a time."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import statistics
+import time
+import weakref
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from trimtab.core.choice import Compiled
+from trimtab.core.errors import LoopError
+from trimtab.core.plan import Plan
+from trimtab.measure.timing import seconds_between, stamp, wait_for
+from trimtab.planner.statistics import Interval, ratio_interval
+from trimtab.settings import compiled, dropout, loss_chunk, memory_layout, muon, optimizers, precision, recompute
+from trimtab.settings.compiled import CompiledCall
+from trimtab.settings.cuda_graphs import GraphReplayer
+from trimtab.settings.precision import retained_memory
+from trimtab.settings.weight_decay import use_weight_decay
+from trimtab.state.peak_memory import most_bytes
+from trimtab.training.call_order import ForwardRecorder
+
+# Comparison of compiled and uncompiled steps during training; compilation is turned off if it is slower.
+
+# Warm-up windows, in which kernels are compiled and selected, then pairs of a compiled and an uncompiled window. The
+# first pair is discarded.
+WARM_UP, PAIRS = 20, 12
+WINDOWS = WARM_UP + 2 * PAIRS + 1  # Number of windows after which the check decides.
+# The GPU must have this multiple of the peak memory so far, since an uncompiled model may hold activations that the
+# compiler removes.
+_MORE = 1.5
+Note = Callable[[str, Mapping[str, Any]], None]
+
+
+class CompileCheck:
+    """Runs a few uncompiled windows, in pairs with compiled windows, and turns compilation off if it is slower.
+
+    A window is the time between two optimizer steps, including the loop's own work. Pairs whose input shapes differ,
+    for example because of an evaluation, are ignored. Each rank decides for itself. Uncompiled windows are not run if
+    they may exceed memory, because the plan may fit only when compiled.
+
+    Args:
+        call: the compiled call of the model.
+        note: called with an event's name and values.
+    """
+
+    def __init__(self, call: CompiledCall, optimizer: torch.optim.Optimizer, device: torch.device, note: Note) -> None:
+        self._call, self._device, self._note = call, device, note
+        self._stamps: list[float | torch.cuda.Event] = []
+        self._host: list[float] = []
+        self._work: list[tuple[torch.Size, ...]] = []
+        self._gain: Interval | None = None
+        self._is_decided = False
+        call.shapes = []
+        self._hook = optimizer.register_step_post_hook(lambda *_: self._stepped())
+
+    def _stepped(self) -> None:
+        if self._is_decided:
+            return
+        event = stamp(self._device)
+        self._host.append(time.perf_counter())
+        self._stamps.append(self._host[-1] if event is None else event)
+        self._work.append(self._call.take_shapes())
+        done = len(self._stamps)
+        if done == WARM_UP and not self._has_room():
+            self._is_decided, self._call.shapes = True, None
+            self._note("compile_unchecked", {"reason": "the GPU may not have enough memory for an uncompiled step"})
+            return
+        self._call.is_on = _is_compiled_in(done)
+        if done >= WINDOWS:
+            self._is_decided, self._call.shapes = True, None
+            self._decide()
+
+    def _has_room(self) -> bool:
+        """Return True if the device has memory for an uncompiled window."""
+        if self._device.type != "cuda":
+            return True
+        return _MORE * torch.cuda.max_memory_allocated(self._device) <= most_bytes(self._device)
+
+    def _decide(self) -> None:
+        self._gain = self._measured()
+        self._call.is_on = self._gain is None or self._gain.high >= 1
+        if not self._call.is_on:
+            self._note("account", self._figures() | {"pays": False})
+
+    def _measured(self) -> Interval | None:
+        """Return the interval of the speed ratio (uncompiled time over compiled time).
+
+        Pairs with different input shapes are skipped. None if fewer than two pairs remain.
+        """
+        ratios = []
+        wait_for(self._stamps[-1])  # The host may be many windows ahead of the device.
+        for first in range(WARM_UP + 2, WARM_UP + 2 * PAIRS, 2):
+            pair = {_is_compiled_in(i): seconds_between(*self._stamps[i - 1 : i + 1]) for i in (first, first + 1)}
+            if self._work[first] == self._work[first + 1] and min(pair.values()) > 0:
+                ratios.append(pair[False] / pair[True])
+        return ratio_interval(ratios) if len(ratios) > 1 else None
+
+    def _figures(self) -> dict[str, Any]:
+        """Return cost (first compilation as a fraction of run time) and gain (fraction of step time saved)."""
+        price, began = None, self._call.began
+        if began is not None and len(self._host) > 2:
+            usual = statistics.median(after - before for before, after in itertools.pairwise(self._host))
+            price = max(0.0, self._host[0] - began - usual) / (time.perf_counter() - began)
+        gain = None if self._gain is None else 1 - 1 / self._gain.mean
+        return {"technique": "compile", "price": price, "gain": gain}
+
+    def close(self) -> None:
+        """End the check and record cost and gain, when the run closes."""
+        self._hook.remove()
+        self._note("account", self._figures())
+
+
+def _is_compiled_in(window: int) -> bool:
+    """Return True if window number `window` (from 0) runs compiled. The order alternates from pair to pair."""
+    pair, second = divmod(window - WARM_UP, 2)
+    return not 0 <= pair < PAIRS or second == pair % 2
+
+
+_active: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+
+def require_free(model: nn.Module) -> None:
+    """Raise `LoopError` if another run uses the model."""
+    if model in _active:
+        raise LoopError(
+            "model",
+            problem=f"Another run is active for this {type(model).__name__}.",
+            hint="Call run.close() on the other run first, or use `with trimtab.start(...) as run:`. To train one "
+            "model with two optimizers, combine them in one torch.optim.Optimizer (docs/own_loop.md).",
+            code="run.model_in_use",
+        )
+
+
+def lay_out(model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan) -> contextlib.ExitStack:
+    """Apply the changes that must precede sharding: optimizer kind, weight decay, Muon, memory format.
+
+    Returns:
+        An exit stack that undoes the changes.
+    """
+    compiled.require_as_written(_compiled(plan), model)
+    with contextlib.ExitStack() as undo:
+        if plan.fused_optimizer.value and not optimizers.is_fused(optimizer):
+            if sparse := memory_layout.sparse_module(model, optimizer):
+                raise memory_layout.sparse_gradient(sparse)
+            undo.callback(optimizers.use_fused(optimizer))  # May refuse, so comes before any other change.
+        if plan.weight_decay.value is not None:
+            undo.callback(use_weight_decay(optimizer, float(plan.weight_decay.value)))
+        if plan.optimizer.value == "muon":
+            undo.callback(muon.use_muon(model, optimizer))
+        if plan.memory_layout.value == "channels_last":
+            undo.callback(memory_layout.use_channels_last(model, optimizer))
+        if _steps_fused_on_cpu(optimizer):
+            undo.callback(optimizer.register_step_pre_hook(memory_layout.align_gradients).remove)
+        return undo.pop_all()
+
+
+def _steps_fused_on_cpu(optimizer: torch.optim.Optimizer) -> bool:
+    """Return True if the optimizer has fused groups on the CPU.
+
+    The fused CPU kernels assume that gradients have the strides of their parameters, which gradients from
+    `autograd.grad` may not have.
+    """
+    fused = (p for group in optimizer.param_groups if group.get("fused") for p in group["params"])
+    return any(p.device.type == "cpu" for p in fused)
+
+
+def apply_plan(
+    model: nn.Module,
+    called: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    plan: Plan,
+    forward: ForwardRecorder,
+    note: Note | None,
+    *,
+    make_state: bool = False,
+) -> contextlib.ExitStack:
+    """Apply the remaining changes of a plan in place. A failure undoes the changes made so far.
+
+    Args:
+        called: the model as the loop calls it (`model` or its wrapper).
+        forward: records the calls of `called`.
+        note: called with an event's name and values; None disables checks during training.
+        make_state: allocate the optimizer state now, because running out of memory within the first step is
+            unrecoverable.
+
+    Returns:
+        An exit stack that undoes the changes.
+
+    Raises:
+        ValueGivenError: the device does not support a setting of the plan.
+    """
+    compiled.check_available(_compiled(plan), next(model.parameters()).device)
+    with contextlib.ExitStack() as undo:
+        _active.add(model)
+        undo.callback(_active.discard, model)
+        if plan.loss_chunk.value is not None:
+            undo.callback(loss_chunk.use_chunks(model, int(plan.loss_chunk.value)))
+        if plan.dropout.value is not None:
+            undo.callback(dropout.use_dropout(model, float(plan.dropout.value)))
+        if plan.recompute.value is not None:
+            undo.callback(recompute.use_plan(model, plan))
+        if plan.precision.value == "tf32":
+            undo.callback(precision.tf32.hold())
+        if plan.allocator.value == "retain":
+            undo.callback(retained_memory.hold())
+        if plan.compiled.value:
+            call = compiled.CompiledCall(called, forward.note, _compiled(plan))
+            undo.callback(call.undo)
+            # CUDA graphs are not compared with eager execution: the memory pools of both would be held at once.
+            if note is not None and call.recorder is not None:
+                undo.callback(_note_launches, call.recorder, note)
+            elif note is not None:
+                undo.callback(CompileCheck(call, optimizer, next(model.parameters()).device, note).close)
+        else:
+            undo.callback(forward.watch(called))
+        undo.callback(optimizer.register_load_state_dict_post_hook(memory_layout.align_state).remove)
+        if make_state:
+            undo.callback(optimizers.make_state(optimizer))
+        memory_layout.align_state(optimizer)
+        optimizers.drop_gradients(optimizer)
+        return undo.pop_all()
+
+
+def _compiled(plan: Plan) -> Compiled:
+    value = plan.compiled.value
+    return value if isinstance(value, str) else bool(value)
+
+
+def _note_launches(recorder: GraphReplayer, note: Note) -> None:
+    """Record the number of graph replays, and the reason if there were none."""
+    code, why = recorder.refusal_code, recorder.refusal
+    if not why and not recorder.launches:
+        code, why = recorder.left_code, recorder.left
+    note("cuda_graphs", {"launches": recorder.launches, "refusal": why or None, "code": code or None})

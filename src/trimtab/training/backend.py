@@ -1,0 +1,161 @@
+"""Interface between a run and the devices of its model; implemented for several ranks by `trimtab.distributed`."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from trimtab.core.plan import Plan
+from trimtab.settings import clip_norm as clip_norm_module
+from trimtab.settings.precision import MixedPrecision
+from trimtab.training.gradient_sync import GradientSync
+from trimtab.training.metadata_exchange import MetadataExchange, SingleProcessExchange
+from trimtab.training.used_parameters import ShardedParameterUse
+
+
+class Backend(Protocol):
+    """Gradient computation and optimizer steps on one or several ranks.
+
+    Attributes:
+        exchange: metadata exchange with the other ranks.
+        in_step: True if every micro-batch has collectives, so that all ranks need equally many.
+        may_retry: True if one rank may repeat a window before reducing its gradient.
+        model: the model to call; available after `spread`.
+        optimizer: the optimizer to step, whose groups contain all trained parameters; available after `spread`.
+    """
+
+    exchange: MetadataExchange
+    in_step: bool
+    may_retry: bool
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+
+    def spread(self, model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan) -> None:
+        """Shard a model and its optimizer state in place. On an error, nothing has changed."""
+
+    def settle(self) -> None:
+        """Run collective preparations; called on every rank before a window is drawn."""
+
+    def begin(self, *, last: bool) -> None:
+        """Prepare a micro-batch, before it is yielded."""
+
+    def begin_backward(self, loss: Tensor) -> None:
+        """Prepare a backward pass, after the micro-batch's forward and before ranks exchange metadata of the window."""
+
+    def backward(self, loss: Tensor) -> None:
+        """Run a micro-batch's backward pass; the window's last backward pass also reduces the gradient."""
+
+    def end(self) -> None:
+        """Reset after a window was dropped."""
+
+    def multiply(self, factor: float | Tensor) -> None:
+        """Multiply the window's gradient by a factor."""
+
+    def finish(self, factor: float | Tensor, clip_norm: float | None, *, wants_norm: bool = False) -> Tensor | None:
+        """Multiply the window's gradient by `factor`, then clip.
+
+        Returns:
+            Gradient norm before clipping; None if unneeded.
+        """
+
+    def step(self, precision: MixedPrecision) -> bool:
+        """Step the optimizer; return True if it stepped."""
+
+    def stepping(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context manager for the optimizer's step, in which the user's parameter groups are in effect."""
+
+    def gather(self, error: BaseException | None) -> None:
+        """Undo `spread`, keeping trained weights. After an error, skip steps that need other ranks."""
+
+
+def may_retry(backend: Backend, plan: Plan) -> bool:
+    """Return True if one rank may repeat a window by itself.
+
+    False if ranks decide jointly on the batch size, because all ranks would have to repeat the window.
+    """
+    return backend.may_retry and (plan.batch_rule is None or backend.exchange.num_ranks == 1)
+
+
+class TorchBackend:
+    """Base class of backends whose gradients are in `Parameter.grad`."""
+
+    optimizer: torch.optim.Optimizer
+
+    def settle(self) -> None:
+        """Do nothing."""
+
+    def begin_backward(self, loss: Tensor) -> None:
+        """Do nothing."""
+
+    def backward(self, loss: Tensor) -> None:
+        """Run a micro-batch's backward pass."""
+        loss.backward()
+
+    def multiply(self, factor: float | Tensor) -> None:
+        """Multiply the window's gradient by a factor."""
+        clip_norm_module.multiply(self.optimizer, factor)
+
+    def finish(self, factor: float | Tensor, clip_norm: float | None, *, wants_norm: bool = False) -> Tensor | None:
+        """Multiply the window's gradient by `factor`, then clip.
+
+        Returns:
+            Gradient norm before clipping; None if unneeded.
+        """
+        return clip_norm_module.scale_and_clip(self.optimizer, factor, clip_norm, wants_norm=wants_norm)
+
+    def step(self, precision: MixedPrecision) -> bool:
+        """Step the optimizer; return True if it stepped."""
+        return precision.step(self.optimizer)
+
+    def stepping(self) -> contextlib.AbstractContextManager[None]:
+        """Return a null context: the user's optimizer steps with its own parameter groups."""
+        return contextlib.nullcontext()
+
+
+class UserBackend(TorchBackend):
+    """Backend for a model as the user made it: on one device, or wrapped by the user (DDP, FSDP)."""
+
+    def __init__(self, exchange: MetadataExchange | None = None, *, in_step: bool = False) -> None:
+        self.in_step = in_step
+        self.exchange = exchange or SingleProcessExchange()
+        self.may_retry = self.exchange.num_ranks == 1
+
+    def spread(self, model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan) -> None:
+        """Change nothing; raise if DDP would not reduce all gradients of the model."""
+        self.model, self.optimizer, self._sync = model, optimizer, GradientSync(model, self.exchange)
+        self._sync.require_no_static_graph(plan)
+        self._sync.require_all(optimizer, of_user=True)
+        self._used = ShardedParameterUse(model, self.exchange)
+
+    def settle(self) -> None:
+        """Let DDP rebuild its buckets if needed."""
+        self._sync.settle(self.optimizer)
+
+    def begin(self, *, last: bool) -> None:
+        """Disable gradient synchronisation for all micro-batches but the last."""
+        self._sync.begin(last=last)
+        self._used.begin(last=last)
+
+    def begin_backward(self, loss: Tensor) -> None:
+        """In the first windows of a sharded model, check that all ranks used the same layers."""
+        self._used.begin_backward(loss)
+
+    def backward(self, loss: Tensor) -> None:
+        """Run a micro-batch's backward pass; after the last one of a window every gradient is reduced."""
+        self._used.backward(lambda: super(UserBackend, self).backward(loss))
+        self._sync.complete()
+
+    def end(self) -> None:
+        """Enable gradient synchronisation again."""
+        self._sync.end()
+        self._used.reset()
+
+    def gather(self, error: BaseException | None) -> None:
+        """Leave model and optimizer unchanged; report the error to the other ranks and close the exchange."""
+        self._used.close()
+        if error is not None:
+            self.exchange.failed(error)
+        self.exchange.close()

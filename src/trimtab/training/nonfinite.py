@@ -1,0 +1,249 @@
+"""Non-finite policy: warn about, skip or raise for steps with non-finite loss or gradients; replacement of fp16.
+
+"skip" and "stop" check before a step is applied, which synchronises. "warn" and "error" read the loss of an applied
+step during the next step, without synchronising.
+
+Under fp16, an overflow skips a step and lowers the loss scale, as usual in the first steps. If the loss itself is
+non-finite, a lower scale does not help and the scale is kept: the cause is in data, loss or weights, or a value of the
+forward exceeds the range of fp16. If overflows continue at the lowest scale, or non-finite losses continue, bf16 or
+fp32 replaces fp16. Non-finite gradients are then skipped, as under fp16, and a run without any finite gradient raises.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from trimtab.core import validation
+from trimtab.core.errors import NonFiniteError
+from trimtab.core.stateful import Load, Stateful, require_keys
+from trimtab.measure.timing import AsyncScalar
+
+POLICIES = ("warn", "error", "skip", "stop", "continue")
+BEFORE_THE_STEP = ("skip", "stop")
+# Consecutive skipped steps after which a run raises.
+PATIENCE = 25
+# Smallest useful loss scale, relative to the mean loss; overflows below have another cause.
+SCALE_FLOOR = 2.0**-4
+# fp16 is replaced if, of the last 64 steps, half overflowed or a quarter had a non-finite loss despite finite data, or
+# after eight such losses in a row.
+_LOOK_BACK, _TOO_MANY = 64, 0.5
+_TOO_MANY_LOST, _LOST_IN_A_ROW = 0.25, 8
+_LOOK_FOR = (
+    "Look for NaN or infinity in the data, and for a logarithm, a root or a division in the loss. If training "
+    "diverged, lower the learning rate or set clip_norm."
+)
+_LATE = (
+    "Later steps may have been applied, so resume from an earlier checkpoint. "
+    f'{_LOOK_FOR} Pass nonfinite="skip" to drop such steps, or nonfinite="stop" to raise before such a step is applied.'
+)
+_COUNTS = ("in_a_row", "lost_in_a_row", "total")
+_BEYOND = "a value of the forward may exceed 65504, the largest fp16 number"
+
+
+Note = Callable[[str, Mapping[str, Any]], None]
+
+
+class Cause(NamedTuple):
+    """Reason for replacing fp16.
+
+    Attributes:
+        code: stable identifier, such as "fp16.overflows".
+        reason: clause for a sentence.
+    """
+
+    code: str
+    reason: str
+
+
+class NonFinitePolicy(Stateful):
+    """Counts skipped steps of a run and applies the non-finite policy.
+
+    Args:
+        policy: an element of `POLICIES`; None means "warn".
+        note: records an event.
+        is_alone: True if the loss may be checked; with several ranks a rank only knows its own loss, and ranks must
+            agree.
+    """
+
+    def __init__(self, policy: str | None, note: Note | None = None, *, is_alone: bool = True) -> None:
+        if policy is not None:
+            validation.one_of("nonfinite", policy, POLICIES)
+        before_the_step = policy if policy in BEFORE_THE_STEP else None
+        self._own, self._policy, self._is_alone = before_the_step, before_the_step, is_alone
+        self._asked, self._note, self._has_warned = policy or "warn", note, False
+        self._late: tuple[int, AsyncScalar] | None = None
+        self.in_a_row = self.total = 0
+        self._windows = self._share = self._lost = 0.0
+        self._lost_in_a_row = 0
+        self._skips = False
+
+    @property
+    def wants_norm(self) -> bool:
+        """True if the gradient norm of every window is needed."""
+        return self._policy is not None
+
+    def is_void(self, norm: Tensor | None, loss: Tensor, *, scaled: bool) -> bool:
+        """Return True if a window must not be applied. Reads one scalar from the device if the policy requires it.
+
+        Args:
+            norm: gradient norm, or None.
+            loss: mean loss of the window.
+            scaled: True if the loss scaler checks the gradients, so that only the loss is checked here.
+
+        Raises:
+            NonFiniteError: the window is non-finite and the policy is "stop".
+        """
+        if self._policy is None or norm is None:
+            return False
+        looked_at = ([] if scaled else [norm]) + ([loss] if self._is_alone else [])
+        found = not looked_at or bool(torch.stack([torch.isfinite(each) for each in looked_at]).all())
+        if not found and self._policy == "stop":
+            raise _error(f"A step has the loss {float(loss):g} and the gradient norm {float(norm):g}")
+        self._skips = not found
+        return not found
+
+    def is_no_overflow(self, loss: Tensor) -> bool:
+        """Return True if a step was skipped because of a non-finite loss, rather than an overflow of scaled
+        gradients."""
+        return not self._skips and self._is_alone and not bool(torch.isfinite(loss))
+
+    def note(self, loss: Tensor, *, applied: bool, has_bad_data: Callable[[], bool] = lambda: False) -> None:
+        """Count a finished window.
+
+        Args:
+            loss: mean loss of the window.
+            applied: True if the optimizer stepped.
+            has_bad_data: returns True if the data contain NaN; called if the loss is non-finite.
+
+        Raises:
+            NonFiniteError: too many steps in a row were skipped for other reasons than an overflow.
+        """
+        failed = not applied and (self._skips or self.is_no_overflow(loss))
+        overflowed, self._skips = not applied and not failed, False
+        looked_back = min(_LOOK_BACK, self._windows + 1)
+        self._share += (float(overflowed) - self._share) / looked_back
+        lost = failed and not bool(torch.isfinite(loss)) and not has_bad_data()
+        self._lost += (float(lost) - self._lost) / looked_back
+        self._lost_in_a_row = self._lost_in_a_row + 1 if lost else 0
+        self._windows += 1
+        self.total += not applied
+        self.in_a_row = 0 if applied else self.in_a_row + failed
+        if self.in_a_row >= PATIENCE:
+            problem = f"{self.in_a_row} steps in a row had non-finite gradients, the last with the loss"
+            raise _error(f"{problem} {float(loss):g}")
+
+    def outlasts(self, scale: float, loss: Tensor) -> Cause | None:
+        """Return the reason for replacing fp16 after a skipped step, or None. A policy of None then becomes "skip".
+
+        Raises:
+            NonFiniteError: the loss is non-finite at the lowest loss scale.
+        """
+        cause = None
+        if scale < SCALE_FLOOR:
+            if self._is_alone and not bool(torch.isfinite(loss)):
+                raise _error(f"The loss is {float(loss):g}, and gradients overflow at every loss scale")
+            cause = Cause("fp16.overflows_at_any_scale", f"gradients overflow at a loss scale of {scale:g}")
+        elif self._windows >= _LOOK_BACK and self._share >= _TOO_MANY:
+            cause = Cause("fp16.overflows", f"{100 * self._share:.0f}% of the last steps overflowed")
+        elif self._lost_in_a_row >= _LOST_IN_A_ROW:
+            cause = Cause(
+                "fp16.loss_nonfinite", f"the loss of {_LOST_IN_A_ROW} steps in a row is non-finite; {_BEYOND}"
+            )
+        elif self._windows >= _LOOK_BACK and self._lost >= _TOO_MANY_LOST:
+            reason = f"the loss of {100 * self._lost:.0f}% of the last steps is non-finite; {_BEYOND}"
+            cause = Cause("fp16.loss_nonfinite", reason)
+        if cause is not None:
+            self._policy = self._policy or "skip"
+        return cause
+
+    @property
+    def _ends_the_run(self) -> bool:
+        return self._asked in ("error", "stop")
+
+    def applied(self, step: int, loss: Tensor) -> None:
+        """Check the loss of the previous applied step, and keep this step's loss. On a CPU, check this step's loss.
+
+        Raises:
+            NonFiniteError: the loss is non-finite and the policy is "error".
+        """
+        if loss.device.type == "meta" or (self._asked != "error" and (self._asked != "warn" or self._has_warned)):
+            return
+        before, self._late = self._late, (step, AsyncScalar(loss))
+        if loss.device.type == "cpu":
+            before, self._late = self._late, None
+        self._look_at(before)
+
+    def over(self, error: BaseException | None = None) -> None:
+        """Check the loss of the last step, unless the run ended with an error.
+
+        Raises:
+            NonFiniteError: see `applied`.
+        """
+        before, self._late = self._late, None
+        self._look_at(before if error is None else None)
+
+    def _look_at(self, before: tuple[int, AsyncScalar] | None) -> None:
+        if before is not None and not math.isfinite(value := before[1].read()[0]):
+            self.report(f"the loss of step {before[0]} is {value:g}")
+
+    def report(self, what: str) -> None:
+        """Warn once, or raise, because a value has become non-finite.
+
+        Args:
+            what: clause with the value, such as "the loss of step 3 is nan".
+
+        Raises:
+            NonFiniteError: the policy is "error" or "stop".
+        """
+        if self._asked == "continue" or (self._has_warned and not self._ends_the_run):
+            return
+        if self._note is not None and not self._has_warned:
+            self._note("nonfinite", {"found": what, "policy": self._asked})
+        self._late, self._has_warned = None, True
+        if self._ends_the_run:
+            problem = f"Training became non-finite: {what}."
+            raise NonFiniteError("training", problem=problem, got=what, hint=_LATE, code="training.nonfinite")
+        warnings.warn(f"Training became non-finite: {what}. {_LATE}", RuntimeWarning, stacklevel=4)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the counters and the policy in effect."""
+        counts = {"in_a_row": self.in_a_row, "lost_in_a_row": self._lost_in_a_row, "total": self.total}
+        return counts | {"windows": self._windows, "share": self._share, "lost": self._lost, "policy": self._policy}
+
+    def loading(self, state: Mapping[str, Any]) -> Load:
+        """Return a function that restores a `state_dict()`. A policy set for this run takes precedence.
+
+        Raises:
+            UsageError: the state is invalid.
+        """
+        require_keys("state.voids", state, (*_COUNTS, "windows", "share", "lost", "policy"))
+        in_a_row, lost_in_a_row, total = (
+            validation.integer(f"state.voids.{name}", state[name], low=0) for name in _COUNTS
+        )
+        windows, share, lost = (
+            validation.number(f"state.voids.{name}", state[name], low=0) for name in ("windows", "share", "lost")
+        )
+        if state["policy"] is not None:
+            validation.one_of("state.voids.policy", state["policy"], POLICIES)
+
+        def load() -> None:
+            self.in_a_row, self._lost_in_a_row, self.total = in_a_row, lost_in_a_row, total
+            self._windows, self._share, self._lost = windows, share, lost
+            self._policy = self._own or state["policy"]
+
+        return load
+
+
+def _error(problem: str) -> NonFiniteError:
+    return NonFiniteError(
+        "gradient",
+        problem=f"{problem}; parameters and optimizer state are as before the step.",
+        hint=_LOOK_FOR,
+        code="step.nonfinite",
+    )

@@ -1,0 +1,230 @@
+"""Writer of step records that does not delay training: scalars stay on the device until a block of steps is written."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from trimtab.core import validation
+from trimtab.core.energy_reading import Energy
+from trimtab.core.errors import SaveError, ValueGivenError
+from trimtab.core.record import End, Evaluation, Event, RecordWriter, StepRecord
+from trimtab.core.stateful import Load, Stateful, require_keys
+from trimtab.core.stopping_rule import StopReason
+from trimtab.energy.energy_meter import EnergyClock
+
+Scalar = Tensor | float | int
+_FLUSH_STEPS = 50
+# Seconds between energy events; long compared with the work queued on a device.
+_ENERGY_S = 10.0
+
+
+@dataclass(frozen=True)
+class PendingStep:
+    """One window, with scalars still on the device; fields as in `StepRecord`."""
+
+    rows: int | None
+    num_micro_batches: int
+    terms: Scalar
+    loss: Scalar
+    rate: Scalar | None
+    applied: bool
+    grad_norm: Scalar | None = None
+    loss_scale: float | None = None
+    noise_scale: float | None = None
+
+    def read(self, index: int, wall_s: float) -> StepRecord:
+        """Return the record. Synchronises."""
+        return StepRecord(
+            index,
+            self.rows,
+            float(self.terms),
+            float(self.loss),
+            None if self.rate is None else float(self.rate),
+            wall_s,
+            self.applied,
+            None if self.grad_norm is None else float(self.grad_norm),
+            self.loss_scale,
+            self.num_micro_batches,
+            self.noise_scale,
+        )
+
+
+class StepRecorder(Stateful):
+    """Collects lines for a `RecordWriter`, in order; reads device scalars every 50 steps and at close.
+
+    Energy is read between windows, without waiting for the device, and excludes evaluations. At the end of a resumed
+    run, the energy is that since the resume, recorded with the step of the resume.
+
+    Args:
+        writer: writes the lines.
+        energy: energy clock, started here; None records no energy.
+
+    Attributes:
+        on_failure: called if due lines cannot be written; the lines are kept. None raises instead.
+    """
+
+    on_failure: Callable[[SaveError], None] | None = None
+
+    def __init__(self, writer: RecordWriter, energy: EnergyClock | None = None) -> None:
+        if not isinstance(writer, RecordWriter):
+            raise ValueGivenError(
+                "record",
+                got=f"a {type(writer).__name__}",
+                expected="a trimtab.RecordWriter",
+                hint="Pass record=trimtab.RecordWriter(path, header).",
+                code="record.not_writer",
+            )
+        self._writer = writer
+        self._pending: deque[tuple[PendingStep, float] | Event | Evaluation] = deque()
+        self._index = self._num_pending = 0
+        self._train_s, self._last = 0.0, time.perf_counter()
+        self._energy, self._energy_from = energy, 0
+        self._is_refused = False
+        if energy is not None:
+            _checked(energy).start()
+
+    def require_own(self) -> None:
+        """Raise `FormatError` if a new run would overwrite a file that does not belong to it."""
+        self._writer.require_own()
+
+    def refuse(self) -> None:
+        """Leave an unfinished file unchanged at close, after the run was refused."""
+        self._is_refused = self._writer.is_open_ended
+
+    def step(self, step: PendingStep) -> None:
+        """Record one window."""
+        now = time.perf_counter()
+        self._pending.append((step, now - self._last))
+        self._train_s, self._last = self._train_s + now - self._last, now
+        self._num_pending += 1
+        if self._energy is not None:
+            self._energy.tick()
+            if self._energy.seconds >= _ENERGY_S:
+                self.event("energy", _joules(self._energy.lap()))
+
+    def stepped(self) -> None:
+        """Write pending lines if due; called at the very end of a window.
+
+        Raises:
+            SaveError: writing failed and `on_failure` is None.
+        """
+        if self._num_pending >= _FLUSH_STEPS:
+            with self._failing():
+                self.flush()
+
+    @contextlib.contextmanager
+    def _failing(self) -> Iterator[None]:
+        try:
+            yield
+        except SaveError as error:
+            if self.on_failure is None:
+                raise
+            self.on_failure(error)
+
+    def event(self, name: str, detail: Mapping[str, Any]) -> None:
+        """Record an event between the last window and the next."""
+        self._pending.append(Event(name, self._index + self._num_pending, detail))
+
+    def evaluation(self, rows: int, name: str, value: float) -> None:
+        """Record an evaluation after `rows` samples. The time since the last window does not count as training time."""
+        self._pending.append(Evaluation(rows, self._train_s, {name: value}))
+        self._leave_out()
+
+    def _leave_out(self) -> None:
+        """Exclude the time and energy since the last window from training."""
+        if self._energy is not None:
+            self._energy.pause()
+            self._energy.start()
+        self._last = time.perf_counter()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Write pending lines and return the position in the record."""
+        self.flush()
+        return {"index": self._index, "train_s": self._train_s, "end": self._writer.end()}
+
+    def loading(self, state: Any) -> Load:
+        """Return a function that continues a record from a `state_dict()`.
+
+        Raises:
+            FormatError: the state is invalid; or, from the returned function, the record is another file or too short.
+        """
+        require_keys("state.record", state, ("index", "train_s", "end"))
+        index, end = (validation.integer(f"state.record.{name}", state[name], low=0) for name in ("index", "end"))
+        train_s = validation.number("state.record.train_s", state["train_s"], low=0)
+
+        def load() -> None:
+            self._writer.keep(end)
+            self._index = self._energy_from = index
+            self._train_s = train_s
+            self._leave_out()
+            self._pending.clear()
+            self._num_pending = 0
+
+        return load
+
+    def flush(self) -> None:
+        """Write pending lines.
+
+        Raises:
+            SaveError: the disk is full. Lines are kept, and each is written once.
+        """
+        self._hand_over()
+        self._writer.flush()
+
+    def _hand_over(self) -> None:
+        while self._pending:
+            self._write(self._pending.popleft())
+
+    def _write(self, line: tuple[PendingStep, float] | Event | Evaluation) -> None:
+        if not isinstance(line, tuple):
+            self._writer.write(line)
+            return
+        step, wall_s = line
+        index, self._index, self._num_pending = self._index, self._index + 1, self._num_pending - 1
+        self._writer.write(step.read(index, wall_s))
+
+    def close(self, reason: StopReason | None = None, error: BaseException | None = None) -> None:
+        """Write pending lines and the reason of the run's end; the writer stays open for its owner.
+
+        Raises:
+            SaveError: writing failed and `on_failure` is None.
+        """
+        if self._is_refused:
+            return
+        self._hand_over()
+        detail = {}
+        if self._energy is not None:
+            detail = _joules(self._energy.read()) | (
+                {"energy_from_step": self._energy_from} if self._energy_from else {}
+            )
+            self._energy.pause()
+        if error is not None:
+            self._writer.write(End("error", detail | {"error": f"{type(error).__name__}: {error}"[:500]}))
+        else:
+            self._writer.write(End("closed" if reason is None else reason.value, detail))
+        with self._failing():
+            self._writer.flush()
+
+
+def _checked(energy: EnergyClock) -> EnergyClock:
+    if not isinstance(energy, EnergyClock):
+        raise ValueGivenError(
+            "energy",
+            got=f"a {type(energy).__name__}",
+            expected="a trimtab.energy.energy_meter.EnergyClock",
+            hint="Pass energy=EnergyClock(meter).",
+            code="energy.not_clock",
+        )
+    return energy
+
+
+def _joules(energy: Energy) -> dict[str, Any]:
+    known = {"energy_j": energy.joules, "energy_s": energy.seconds, "energy": energy.provenance.value}
+    return known if energy.joules is not None else known | {"energy_reason": energy.reason}

@@ -1,0 +1,216 @@
+"""Times of a run's windows, and what a technique costs and brings."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+
+from trimtab.adaptive_batch.noise_probes import ALLOWANCE, EARLY, FRESH, LIMIT, PATIENCE, PAUSE, REVIEW, OverheadBudget
+from trimtab.adaptive_batch.step_time_model import MIN_WINDOWS, SKIPPED, StepTimes, WindowTimes
+from trimtab.core.errors import UsageError
+
+
+def filled(windows: int) -> WindowTimes:
+    times = WindowTimes()
+    for _ in range(windows):
+        times.add(0.01, 0.2)
+    return times
+
+
+def test_the_first_windows_are_not_looked_at():
+    assert filled(SKIPPED + MIN_WINDOWS - 1).times(8) is None
+    found = filled(SKIPPED + MIN_WINDOWS).times(8)
+    assert (found.micro_s, found.fixed_s) == (pytest.approx(0.08), 0.2)
+
+
+def test_a_disturbed_window_weighs_nothing():
+    times = filled(20)
+    times.add(9.0, 50.0)
+    assert times.times(8).fixed_s == 0.2
+
+
+def test_less_than_nothing_is_not_fixed():
+    times = WindowTimes()
+    for _ in range(10):
+        times.add(0.01, -0.1)
+    assert times.times(1).fixed_s == 0.0
+
+
+def test_times_are_saved():
+    first, second = filled(12), WindowTimes()
+    second.load_state_dict(first.state_dict())
+    assert second.state_dict() == first.state_dict()
+    assert second.times(4) == first.times(4)
+
+
+@pytest.mark.parametrize(
+    "damage", [{"sample_s": [1.0]}, {"sample_s": "no"}, {"seen": -1}, {"fixed_s": [math.nan] * 10}]
+)
+def test_a_damaged_state_of_times_is_refused(damage):
+    times = filled(12)
+    before = times.state_dict()
+    with pytest.raises(UsageError):
+        times.load_state_dict(before | damage)
+    assert times.state_dict() == before
+
+
+def used(price: float, windows: int, limit: float = LIMIT, account: OverheadBudget | None = None) -> OverheadBudget:
+    """Return the account of a technique that takes a share of each window it is used in, used whenever it is due."""
+    account = account or OverheadBudget("a technique", limit)
+    charges = []
+    for _ in range(windows):
+        is_due = account.is_due()
+        if is_due:
+            account.use()
+        charges.append(is_due)
+        if len(charges) > 2 and charges[-3]:  # read a window late, and shared another later
+            account.charge(1.0, price)
+        account.pass_window()
+    for _ in range(sum(charges[-2:])):
+        account.charge(1.0, price)
+    return account
+
+
+@pytest.mark.parametrize("price", [1e-4, LIMIT, 0.03, 0.5, 3.0])
+def test_what_measures_costs_what_it_may_on_average(price):
+    account = used(price, 20_000)
+    assert account.spent_s <= LIMIT * 20_000 + max(3 * price, ALLOWANCE)
+    assert account.uses >= min(20_000 - FRESH, 0.9 * LIMIT * 20_000 / price)
+
+
+@pytest.mark.parametrize("price", [0.02, 0.5])
+def test_what_measures_takes_little_of_a_short_run_and_is_used_all_the_same(price):
+    for windows in (50, 200, 800):
+        account = used(price, windows)
+        assert account.spent_s <= max(3 * price, (LIMIT + EARLY) * windows)  # three before its price is known
+    assert account.uses >= 10
+
+
+def test_a_runs_very_first_windows_are_not_used():
+    account = OverheadBudget("a technique")
+    assert not account.is_due()
+    used(0.0, FRESH, account=account)
+    assert account.uses == 0
+    assert account.is_due()
+
+
+def test_uses_are_spread_and_closest_at_first():
+    account, used_in = OverheadBudget("a technique"), []
+    for window in range(600):
+        if account.is_due():
+            used_in.append(window)
+            used(0.05, 1, account=account)
+        else:
+            account.pass_window()
+    gaps = [after - before for before, after in itertools.pairwise(used_in)]
+    assert gaps[0] == 1
+    assert gaps == sorted(gaps)
+    assert gaps[-1] == account.every == 20
+
+
+def test_a_cheap_technique_is_used_in_every_window():
+    assert used(0.001, 500).uses == 500 - FRESH
+
+
+def test_what_a_pause_saved_is_there_for_a_new_beginning():
+    account = used(0.05, REVIEW)
+    assert not account.review(gain=0.0).pays
+    before = account.uses
+    used(0.05, PAUSE, account=account)
+    assert account.uses == before
+    used(0.05, 12, account=account)
+    assert account.uses >= before + 10  # half a window's time, of a quarter of a hundredth of 200
+
+
+def test_what_does_not_pay_is_paused_each_time_for_longer():
+    account = used(0.02, REVIEW)
+    first = account.review(gain=0.001)
+    assert (first.pays, first.pause) == (False, PAUSE)
+    assert first.price == pytest.approx(0.02 / account.every)
+    assert first.price <= LIMIT * (1 + 1e-9)
+    assert account.is_paused
+    assert not account.is_due()
+    for _ in range(PAUSE):
+        account.pass_window()
+    assert not account.is_paused
+    assert account.review(gain=0.0) is None  # not by what was seen before the pause
+    for _ in range(REVIEW):
+        account.pass_window()
+    assert account.review(gain=0.0).pause == 2 * PAUSE
+
+
+def test_a_sparse_use_is_never_in_two_windows_close_by():
+    account, used_in = OverheadBudget("a technique"), []
+    for window in range(200):
+        if account.is_due(sparse=20):
+            used_in.append(window)
+            account.use()
+            account.charge(1.0, 0.001)
+        account.pass_window()
+    assert used_in == list(range(20, 200, 20))
+    assert account.share == pytest.approx(0.001 * 9 / 200)
+
+
+def test_what_pays_goes_on():
+    account = used(0.02, REVIEW)
+    assert account.review(gain=0.05).pays
+    assert not account.is_paused
+    assert account.review(gain=0.0) is None  # not before it is time again
+
+
+def test_a_pause_that_a_gain_may_fall_into_is_put_off():
+    account = used(0.02, REVIEW)
+    assert account.review(gain=0.0, prospect=lambda: 0.05) is None
+    assert not account.is_paused
+    assert account.review(gain=0.0, prospect=lambda: 0.0) is None  # not before it is time again
+    used(0.02, REVIEW, account=account)
+    assert account.review(gain=0.0, prospect=lambda: 0.0).pause == PAUSE
+
+
+def test_nothing_is_said_of_an_unknown_gain():
+    assert used(0.02, REVIEW).review(gain=None) is None
+    assert used(0.02, REVIEW - 1).review(gain=0.0) is None
+
+
+def test_a_gain_unknown_for_too_many_uses_is_none():
+    """By uses, not windows: what is dear is used in few of them."""
+    dear, cheap = used(0.2, 2 * REVIEW), used(0.0005, 2 * REVIEW)
+    assert dear.uses < PATIENCE < cheap.uses
+    assert dear.review(gain=None) is None
+    assert (cheap.review(gain=None).gain, cheap.is_paused) == (0.0, True)
+    told = used(0.0005, REVIEW)
+    told.review(gain=0.1)
+    assert told.untold == 0
+
+
+def test_an_account_is_saved():
+    first, second = used(0.02, 150), OverheadBudget("a technique")
+    first.review(gain=0.0)
+    second.load_state_dict(first.state_dict())
+    assert second.state_dict() == first.state_dict()
+    with pytest.raises(UsageError):
+        second.load_state_dict(first.state_dict() | {"uses": -1})
+    assert second.state_dict() == first.state_dict()
+
+
+def test_times_of_before_a_resumption_are_forgotten_as_soon_as_there_are_others():
+    """They may be another machine's; until then they are the best that is known."""
+    before, after = WindowTimes(), WindowTimes()
+    for _ in range(40):
+        before.add(1.0, 4.0)
+    after.load_state_dict(before.state_dict())
+    assert after.state_dict() == before.state_dict()
+    for _ in range(SKIPPED):
+        after.add(99.0, 99.0)
+    for _ in range(MIN_WINDOWS - 1):
+        after.add(3.0, 8.0)
+        assert after.times(1.0) == StepTimes(1.0, 4.0)
+        assert after.is_known
+        assert not after.is_own
+    after.add(3.0, 8.0)
+    assert after.times(1.0) == StepTimes(3.0, 8.0)
+    assert after.is_own
+    after.add(9.0, 9.0)  # and the medians are of many again
+    assert after.times(1.0) == StepTimes(3.0, 8.0)

@@ -1,0 +1,66 @@
+"""Eqs. 21 to 23 against numbers worked out by hand."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from trimtab.core.errors import ValueGivenError
+from trimtab.planner.projection import doubling_months, efficiency_after, net_of, net_speedup, speedup_of_time_saved
+
+
+def test_net_speedup_of_the_papers_figures():
+    assert net_speedup(1.42, 0.12) == pytest.approx(1.267857, abs=1e-6)
+    assert net_speedup(1.42, 0.0) == 1.42
+
+
+def test_what_is_measured_nets_to_the_measured_speedup():
+    """2 s against 1.6 s, of which 0.35 s are computed again: 2 / 1.25 = 1.6, 0.35 / 1.25 = 0.28, 1.6 / 1.28 = 1.25."""
+    found = net_of(2.0, 1.6, 0.35)
+    assert (found.gain, found.overhead) == pytest.approx((1.6, 0.28))
+    assert found.net == pytest.approx(2.0 / 1.6)
+
+
+@pytest.mark.parametrize(("speedup", "months"), [(1.26, 14.996), (1.20, 19.009), (1.355014, 11.408), (2.0, 5.0)])
+def test_months_to_double(speedup, months):
+    """The paper's own 14.8 months for 1.26 are 15.0."""
+    assert doubling_months(speedup) == pytest.approx(months, abs=2e-3)
+    assert efficiency_after(doubling_months(speedup), speedup) == pytest.approx(2.0)
+
+
+def test_another_cycle_is_another_time():
+    assert doubling_months(2.0, cycle_months=7.0) == 7.0
+    assert efficiency_after(10.0, 1.26) == pytest.approx(1.26**2)
+    assert efficiency_after(0.0, 1.26) == 1.0
+
+
+def test_less_time_is_more_than_its_percentage():
+    assert speedup_of_time_saved(0.262) == pytest.approx(1.3550, abs=1e-4)
+    assert speedup_of_time_saved(0.0) == 1.0
+
+
+@pytest.mark.parametrize("speedup", [1.0, 0.9])
+def test_what_gains_nothing_never_doubles(speedup):
+    assert doubling_months(speedup) == math.inf
+
+
+@pytest.mark.parametrize(
+    ("call", "field"),
+    [
+        (lambda: net_speedup(0.0, 0.1), "throughput_gain"),
+        (lambda: net_speedup(1.4, -0.1), "recompute_overhead"),
+        (lambda: net_of(1.0, 1.0, 1.0), "plan_s - recompute_s"),
+        (lambda: net_of(0.0, 1.0, 0.0), "reference_s"),
+        (lambda: speedup_of_time_saved(1.0), "1 - share"),
+        (lambda: speedup_of_time_saved(-0.1), "share"),
+        (lambda: efficiency_after(-1.0, 1.2), "months"),
+        (lambda: efficiency_after(1.0, math.nan), "speedup"),
+        (lambda: doubling_months(0.0), "speedup"),
+        (lambda: doubling_months(1.2, 0.0), "cycle_months"),
+        (lambda: doubling_months("fast"), "speedup"),
+    ],
+)
+def test_what_has_no_answer_is_refused(call, field):
+    with pytest.raises(ValueGivenError, match=field):
+        call()

@@ -1,0 +1,284 @@
+"""A loop's chain as it is measured: its bytes are those counted, its seconds those of the blocks."""
+
+from __future__ import annotations
+
+import math
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+from raising import raises
+from torch import nn
+
+import trimtab
+from trimtab.core.errors import ValueGivenError
+from trimtab.core.plan import Plan
+from trimtab.core.profile import Candidate
+from trimtab.core.recompute_schedule import KeptBlock, to_notation
+from trimtab.core.serialization import from_json, to_json
+from trimtab.planner import search
+from trimtab.planner.plan_choice import choose
+from trimtab.planner.recompute_solver import keep_all, optimal, predict
+from trimtab.profiling import block_profile, profiler
+from trimtab.profiling.block_profile import measure_recomputable
+from trimtab.profiling.training_loop import TrainingLoop
+from trimtab.state.loop_state import LoopState
+from trimtab.state.peak_memory import peak_bytes
+
+pytestmark = pytest.mark.usefixtures("brief_trials")
+MEASURING_S = block_profile._MEASURING_S  # where trials are not brief
+
+
+class Recurrent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.LSTM(8, 8, batch_first=True) for _ in range(3))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x, _ = block(x)
+        return x
+
+
+def test_recurrent_layers_whose_memory_no_tensor_shows_recompute_nothing():
+    """A chain of them was told 30% too little."""
+    model = Recurrent()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    subject = TrainingLoop(model, optimizer, lambda m, x: m(x).square().mean(), torch.randn(8, 4, 8))
+    found = measure_recomputable(subject, Candidate("fp32", "keep", False, 8))
+    assert found.code == "recompute.recurrent"
+    assert "LSTM" in found.refusal
+    assert found.whole is None
+
+
+L = 5
+
+
+class Block(nn.Module):
+    def __init__(self, wait_s=0.0, inplace=False):
+        super().__init__()
+        self.norm, self.one, self.two = nn.LayerNorm(32), nn.Linear(32, 64), nn.Linear(64, 32)
+        self.act, self.wait_s = nn.ReLU(inplace=inplace), wait_s
+
+    def forward(self, x):
+        time.sleep(self.wait_s)
+        return x + self.two(self.act(self.one(self.norm(x))).square())
+
+
+def subject_of(rows=512, blocks=L, **block):
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Block(**block) for _ in range(blocks)), nn.Linear(32, 3)).train()
+    batch = torch.randn(rows, 32), torch.randint(0, 3, (rows,))
+
+    def loss_fn(model, batch):
+        return nn.functional.cross_entropy(model(batch[0]), batch[1])
+
+    return TrainingLoop(model, torch.optim.AdamW(model.parameters()), loss_fn, batch)
+
+
+def measured(micro_batch=512, **block):
+    subject = subject_of(**block)
+    return subject, measure_recomputable(subject, Candidate("fp32", "keep", False, micro_batch))
+
+
+@pytest.mark.parametrize("micro_batch", [512, 256, 100])
+def test_peaks_are_those_that_are_counted(micro_batch):
+    """But for 5 KB of each region, its random numbers' state; the optimizer's step is lighter here. Of sizes that were
+    not traced too: 100 rows were not, and 512 leave 12 for the last."""
+    subject, found = measured()
+    assert found.blocks == tuple(str(index) for index in range(L))
+    model = found.whole if micro_batch == 512 else found.sliced
+    chain = model.at(micro_batch)
+    in_part = (*(KeptBlock(index, in_part=True) for index in range(L)), KeptBlock(L))
+    whole = predict(chain.stages, keep_all(L + 1)).peak_bytes
+    limited = optimal(chain.stages, int(0.8 * whole))
+    assert limited is not None
+    for schedule in (keep_all(L + 1), in_part, limited):
+        candidate = Candidate("fp32", "keep", False, micro_batch, recompute=to_notation(schedule[:-1]))
+        with subject.start(candidate) as run:
+            # Forwards 1, 2, 4, 8, ... of a block are compared with their recomputation, which takes up to 80 KB.
+            # After four steps, neither this schedule nor one that shares blocks with it compares in the next step.
+            for _ in range(4):
+                run.train_step(run.window(subject.batch), subject.loss_fn)
+                subject.optimizer.zero_grad(set_to_none=True)
+            counted = peak_bytes(
+                lambda run=run: run.train_step(run.window(subject.batch), subject.loss_fn),
+                torch.device("cpu"),
+                subject.live_tensors,
+            )
+        assert chain.held_bytes + predict(chain.stages, schedule).peak_bytes == pytest.approx(counted, rel=0.03)
+
+
+@pytest.mark.parametrize(("micro_batch", "splits"), [(512, True), (256, True), (512, False)])
+def test_seconds_are_those_of_a_micro_batch_whatever_its_rows(monkeypatch, micro_batch, splits):
+    """Each block waits as long in every forward: where sizes are tried, less so it is not taken to wait less."""
+    blocks = 3
+    # Of two turns, as brief trials have, a median is a mean: here as many as L blocks get.
+    monkeypatch.setattr(block_profile, "_MEASURING_S", MEASURING_S * blocks / L)
+    subject = subject_of(blocks=blocks, wait_s=0.02)
+    found = measure_recomputable(subject, Candidate("fp32", "keep", False, micro_batch), splits=splits)
+    for rows in (512, 256, 64):
+        chain, waited_s = found.whole.at(rows), 0.02 if splits else 0.02 * rows / 512
+        for stage in chain.stages[:-1]:
+            assert 0.9 * waited_s <= stage.forward_s < 2 * waited_s + 0.01
+            assert stage.part.recompute_s >= 0.9 * waited_s
+        assert chain.stages[-1].forward_s == 0.0
+    assert found.step_s >= blocks * 0.02 * (512 // micro_batch)
+
+
+def test_keeping_the_dear_part_alone_holds_less_where_it_can_be():
+    _, found = measured()
+    for model in (found.whole, found.sliced):
+        for stage in model.many.stages[:-1]:
+            assert stage.part.saved_bytes < stage.saved_bytes
+            assert stage.part.recompute_s >= 0
+        assert model.many.stages[-1].part is None
+
+
+def test_blocks_with_batch_statistics_may_be_kept_in_part():
+    """Their buffers have no values where they are traced."""
+    torch.manual_seed(0)
+
+    def block():
+        return nn.Sequential(nn.Linear(32, 64), nn.BatchNorm1d(64), nn.Tanh(), nn.Linear(64, 32), nn.Tanh())
+
+    model = nn.Sequential(*(block() for _ in range(L)), nn.Linear(32, 3)).train()
+    batch = (torch.randn(512, 32),)
+    subject = TrainingLoop(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), lambda m, b: m(b[0]).square().mean(), batch
+    )
+    found = measure_recomputable(subject, Candidate("fp32", "keep", False, 512), splits=False)
+    chain = found.whole.at(512)
+    assert all(stage.part is not None for stage in chain.stages[:-1])
+    schedule = (*(KeptBlock(index, in_part=True) for index in range(L)), KeptBlock(L))
+    with subject.start(Candidate("fp32", "keep", False, 512, recompute=to_notation(schedule[:-1]))) as run:
+
+        def step():
+            run.train_step(run.window(subject.batch), subject.loss_fn)
+
+        step()
+        subject.optimizer.zero_grad(set_to_none=True)
+        counted = peak_bytes(step, torch.device("cpu"), subject.live_tensors)
+    assert chain.held_bytes + predict(chain.stages, schedule).peak_bytes == pytest.approx(counted, rel=0.05)
+    assert counted < chain.held_bytes + predict(chain.stages, keep_all(L + 1)).peak_bytes
+
+
+def test_a_block_that_writes_over_what_is_kept_is_not_kept_in_part():
+    _, found = measured(inplace=True)
+    assert all(stage.part is None for stage in found.whole.many.stages)
+
+
+def test_what_cannot_be_recomputed_says_why():
+    def refusal(model, rows=8, loss=lambda m, b: m(b).sum()):
+        subject = TrainingLoop(model, torch.optim.SGD(model.parameters(), lr=0.1), loss, torch.randn(rows, 4))
+        return measure_recomputable(subject, Candidate("fp32", "keep", False, rows)).refusal
+
+    blocks = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(3)))
+    assert "no blocks" in refusal(nn.Linear(4, 2))
+    assert "two micro-batch sizes" in refusal(blocks, rows=2)
+    assert "cannot be traced" in refusal(blocks, loss=lambda m, b: m(b).sum() if b.sum() < 1e9 else b.sum())
+    assert refusal(blocks) == ""
+    over = nn.Sequential(nn.Linear(4, 4), *(nn.Sequential(nn.ReLU(inplace=True), nn.Linear(4, 4)) for _ in range(3)))
+    assert "changes an argument in place" in refusal(over)
+
+
+def test_measuring_leaves_the_loop_as_it_was():
+    subject = subject_of()
+    before = {name: value.clone() for name, value in subject.model.state_dict().items()}
+    kinds = [type(module) for module in subject.model.modules()]
+    with LoopState(subject.model, subject.optimizer):
+        measure_recomputable(subject, Candidate("fp32", "keep", False, 256))
+    assert [type(module) for module in subject.model.modules()] == kinds
+    assert all(torch.equal(value, before[name]) for name, value in subject.model.state_dict().items())
+    assert not subject.optimizer.state
+
+
+def test_a_plan_meets_a_limit_by_recomputing_where_the_batch_cannot_be_split():
+    """Batch statistics see the whole batch; in double precision no autocast saves any of it."""
+    torch.manual_seed(0)
+
+    def block():
+        return nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh())
+
+    model = nn.Sequential(*(block() for _ in range(6)), nn.Linear(64, 3)).double().train()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    batch = torch.randn(2048, 64).double(), torch.randint(0, 3, (2048,))
+
+    def loss_fn(model, batch):
+        return nn.functional.cross_entropy(model(batch[0]), batch[1])
+
+    free = trimtab.plan(model, optimizer, loss_fn, batch)
+    assert not free.recompute.changed
+    budget = trimtab.Budget(memory=int(0.6 * free.measured.peak_bytes))
+    plan = trimtab.plan(model, optimizer, loss_fn, batch, budget=budget)
+    assert plan.micro_batch.value == 2048
+    assert plan.recompute.changed
+    assert plan.measured.peak_bytes <= budget.memory_bytes
+    assert plan.measured.peak_bytes == pytest.approx(plan.predicted.peak_bytes, rel=0.05)
+    with trimtab.start(model, optimizer, from_json(Plan, to_json(plan))) as run:
+        run.train_step(run.window(batch), loss_fn)
+        assert run.applied_steps == 1
+
+
+class Twice(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.ends = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(2))
+        self.middle, self.unused = nn.Sequential(nn.Linear(8, 8), nn.Tanh()), nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.ends[1](self.middle(self.middle(self.ends[0](x))))
+
+
+def profile_of(blocks, **others):
+    torch.manual_seed(0)
+    model = Twice()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    objective = trimtab.Objective(time=1, memory=1)
+    batch = torch.randn(16, 8)
+    return trimtab.profile(
+        model,
+        optimizer,
+        lambda m, x: m(x).square().mean(),
+        batch,
+        objective=objective,
+        blocks=blocks,
+        num_blocks=3,
+        **others,
+    )
+
+
+def test_where_there_is_no_time_left_blocks_are_not_measured(monkeypatch):
+    """And nothing else is hurried."""
+    monkeypatch.setattr(profiler, "num_steps", lambda step_s: 10**12)
+    monkeypatch.setattr(profiler, "time", SimpleNamespace(perf_counter=lambda: 0.0))  # however busy this machine is
+    monkeypatch.setattr(search, "MOST_OF_A_RUN", math.inf)  # however short its steps
+    found = profile_of((), total_steps=1000)
+    assert not found.over_time_budget
+    assert {each.code for each in found.recomputables} == {"recompute.no_time"}
+    plan = choose(found, found.objective, found.budget)
+    assert profiler._NO_TIME in plan.recompute.reason
+    assert not profile_of(()).recomputables[0].refusal
+
+
+def test_blocks_may_be_named():
+    assert {each.blocks for each in profile_of(()).recomputables} == {("ends.0", "ends.1")}
+    assert {each.blocks for each in profile_of(["ends.1"]).recomputables} == {("ends.1",)}
+    assert {each.blocks for each in profile_of(["ends.1", "ends.0.0"]).recomputables} == {("ends.0.0", "ends.1")}
+
+
+@pytest.mark.parametrize(
+    ("blocks", "code", "named"),
+    [
+        (["ends.7"], "blocks.unknown_module", "ends.7"),
+        (["ends.0", "ends.0.1"], "blocks.overlap", "ends.0.1"),
+        (["middle"], "blocks.not_run_once", "middle"),
+        (["unused", "ends.1"], "blocks.not_run_once", "unused"),
+        ("ends.0", "value.invalid", "ends.0"),
+    ],
+)
+def test_named_blocks_that_cannot_be_are_refused_at_the_door(blocks, code, named):
+    with raises(ValueGivenError, code=code, field="blocks") as caught:
+        profile_of(blocks)
+    assert named in str(caught.value)

@@ -1,0 +1,566 @@
+"""Whether a batch may be split is proved on the user's own model, and a refusal says why."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from call_counts import OutOfReach
+from torch import nn
+from torch.nn import functional as F
+from torch.nn.utils.parametrizations import spectral_norm
+
+import trimtab
+from trimtab.core.errors import LossError
+from trimtab.losses import Summed
+from trimtab.profiling.gradient_equivalence import TOLERANCE, check_splitting
+from trimtab.profiling.training_loop import TrainingLoop
+from trimtab.state.loop_state import LoopState
+from trimtab.state.peak_memory import peak_growth
+from trimtab.state.state_digest import fingerprint
+
+ROWS = 16
+
+
+def mlp(*between):
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), *between, nn.Tanh(), nn.Linear(8, 3))
+
+
+def class_batch(rows=ROWS):
+    torch.manual_seed(1)
+    return torch.randn(rows, 4), torch.randint(0, 3, (rows,))
+
+
+def class_mean(model, batch):
+    return nn.functional.cross_entropy(model(batch[0]), batch[1])
+
+
+def token_batch(lengths=(9, 9, 1, 2, 7, 1, 1, 9)):
+    torch.manual_seed(1)
+    inputs, targets = torch.randn(len(lengths), 9, 4), torch.randint(0, 3, (len(lengths), 9))
+    for row, length in zip(targets, lengths, strict=True):
+        row[length:] = -100
+    return inputs, targets
+
+
+def token_mean(model, batch):
+    return nn.functional.cross_entropy(model(batch[0]).flatten(0, 1), batch[1].flatten())
+
+
+def token_sum(model, batch):
+    loss = nn.functional.cross_entropy(model(batch[0]).flatten(0, 1), batch[1].flatten(), reduction="sum")
+    return Summed(loss, (batch[1] != -100).sum())
+
+
+def contrastive(model, batch):
+    """Each row against all others of the batch: a smaller batch has fewer negatives."""
+    rows = nn.functional.normalize(model(batch[0]), dim=1)
+    return nn.functional.cross_entropy(rows @ rows.t() / 0.1, torch.arange(len(rows)))
+
+
+def batch_mean_subtracted(model, batch):
+    """Statistics over the batch without a buffer to show for it."""
+    out = model(batch[0])
+    return nn.functional.cross_entropy(out - out.mean(0), batch[1])
+
+
+def loss_sum_called_a_mean(model, batch):
+    return nn.functional.cross_entropy(model(batch[0]), batch[1], reduction="sum")
+
+
+def sixteen_rows(model, batch):
+    """A model with its batch size written into it."""
+    return nn.functional.cross_entropy(model(batch[0]).view(ROWS, 3), batch[1])
+
+
+class Counting(nn.Module):
+    """A module with a buffer that every forward advances."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("calls", torch.zeros((), dtype=torch.long))
+
+    def forward(self, x):
+        if self.training:
+            self.calls += 1
+        return x
+
+
+class Averaging(Counting):
+    """Puts a new tensor in its buffer's place instead of writing to it."""
+
+    def forward(self, x):
+        self.calls = self.calls + len(x)
+        return x
+
+
+def frozen_statistics():
+    model = mlp(nn.BatchNorm1d(8))
+    model[1].eval()
+    return model
+
+
+def subject(model, loss_fn=class_mean, batch=None):
+    optimizer = torch.optim.SGD((p for p in model.parameters() if p.requires_grad), lr=0.1)
+    return TrainingLoop(model, optimizer, loss_fn, class_batch() if batch is None else batch)
+
+
+SPLITTABLE = {
+    "a plain mlp": (lambda: mlp(), class_mean, class_batch()),
+    "three rows": (lambda: mlp(), class_mean, class_batch(3)),
+    "two rows": (lambda: mlp(), class_mean, class_batch(2)),
+    "dropout": (lambda: mlp(nn.Dropout(0.5)), class_mean, class_batch()),
+    "layer norm": (lambda: mlp(nn.LayerNorm(8)), class_mean, class_batch()),
+    "frozen batch norm": (frozen_statistics, class_mean, class_batch()),
+    "a frozen layer": (lambda: freeze_first(mlp()), class_mean, class_batch()),
+    "token sums": (lambda: mlp(), token_sum, token_batch()),
+    "token sums, one row of nothing": (lambda: mlp(), token_sum, token_batch((9, 0, 5, 1))),
+    "token means of equal lengths": (lambda: mlp(), token_mean, token_batch((9,) * 8)),
+    "float64": (lambda: mlp().double(), class_mean, (class_batch()[0].double(), class_batch()[1])),
+}
+
+
+def freeze_first(model):
+    model[0].requires_grad_(False)
+    return model
+
+
+@pytest.mark.parametrize(("model", "loss_fn", "batch"), SPLITTABLE.values(), ids=SPLITTABLE)
+def test_sums_over_rows_may_be_split(model, loss_fn, batch):
+    check = check_splitting(subject(model(), loss_fn, batch))
+    assert check.splittable, check.reason
+    assert check.relative_difference <= 1e-5 < check.tolerance == TOLERANCE
+    assert check.code == "split.proved"
+
+
+REFUSED = {
+    "batch norm": (lambda: mlp(nn.BatchNorm1d(8)), class_mean, class_batch(), "split.batch_statistics"),
+    "batch norm on few rows": (lambda: mlp(nn.BatchNorm1d(8)), class_mean, class_batch(4), "split.batch_statistics"),
+    "a fixed number of rows": (lambda: mlp(), sixteen_rows, class_batch(), "split.part_fails"),
+    "batch norm without running statistics": (
+        lambda: mlp(nn.BatchNorm1d(8, track_running_stats=False)),
+        class_mean,
+        class_batch(),
+        "split.gradient_differs",
+    ),
+    "spectral norm": (lambda: spectral(), class_mean, class_batch(), "split.state_changes"),
+    "a counting buffer": (lambda: mlp(Counting()), class_mean, class_batch(), "split.state_changes"),
+    "a buffer that is replaced": (lambda: mlp(Averaging()), class_mean, class_batch(), "split.state_changes"),
+    "two kinds": (lambda: mlp(nn.BatchNorm1d(8), Counting()), class_mean, class_batch(), "split.batch_statistics"),
+    "an in-batch contrastive loss": (lambda: mlp(), contrastive, class_batch(), "split.gradient_differs"),
+    "statistics in the loss": (lambda: mlp(), batch_mean_subtracted, class_batch(), "split.gradient_differs"),
+    "a sum returned as a mean": (
+        lambda: mlp(),
+        loss_sum_called_a_mean,
+        class_batch(),
+        "split.loss_is_sum",
+    ),
+    "token means of unequal lengths": (lambda: mlp(), token_mean, token_batch(), "split.token_mean"),
+    "one row": (lambda: mlp(), class_mean, class_batch(1), "split.one_sample"),
+    "a gradient of zero": (lambda: mlp(), lambda m, b: 0 * class_mean(m, b), class_batch(), "split.no_gradient"),
+    "no number": (lambda: mlp(), lambda m, b: float("nan") * class_mean(m, b), class_batch(), "split.no_gradient"),
+}
+
+
+def spectral():
+    model = mlp()
+    spectral_norm(model[0])
+    return model
+
+
+@pytest.mark.parametrize(("model", "loss_fn", "batch", "code"), REFUSED.values(), ids=REFUSED)
+def test_what_is_computed_over_the_batch_may_not(model, loss_fn, batch, code):
+    check = check_splitting(subject(model(), loss_fn, batch))
+    assert (check.splittable, check.code) == (False, code), check.reason
+    if code in ("split.gradient_differs", "split.token_mean", "split.loss_is_sum"):
+        assert check.relative_difference > TOLERANCE
+
+
+def test_batch_norm_is_refused_by_one_forward_alone():
+    """Which tells the statistics; three gradients more would prove what is known, and take a second of planning."""
+    calls = OutOfReach(rows=[])
+
+    def counted(model, batch):
+        calls.held.rows.append(len(batch[0]))
+        return class_mean(model, batch)
+
+    check = check_splitting(subject(mlp(nn.BatchNorm1d(8)), counted))
+    assert (check.splittable, check.relative_difference) == (False, None)
+    assert calls.held.rows == [ROWS]
+
+
+@pytest.mark.parametrize("case", [*SPLITTABLE, *REFUSED])
+def test_the_check_leaves_no_trace(case):
+    model, loss_fn, batch = (SPLITTABLE | REFUSED)[case][:3]
+    tried = subject(model(), loss_fn, batch)
+    before = fingerprint(tried.model, tried.optimizer)
+    check_splitting(tried)
+    assert fingerprint(tried.model, tried.optimizer) == before
+
+
+def test_what_is_no_loss_is_an_error_and_no_verdict():
+    tried = subject(mlp(), lambda model, batch: model(batch[0]))
+    before = fingerprint(tried.model, tried.optimizer)
+    with pytest.raises(LossError):
+        check_splitting(tried)
+    assert fingerprint(tried.model, tried.optimizer) == before
+
+
+class Detector(nn.Module):
+    """Gives its loss while training and predictions in evaluation mode, as detection models do."""
+
+    def __init__(self, dropout=nn.Identity, share=0.0):
+        super().__init__()
+        self.body = mlp(dropout())
+        self.share = share
+
+    def forward(self, batch):
+        out = nn.functional.dropout(self.body(batch[0]), self.share, self.training)
+        return nn.functional.cross_entropy(out, batch[1]) if self.training else {"scores": out}
+
+
+def own_loss(model, batch):
+    return model(batch)
+
+
+@pytest.mark.parametrize("dropout", [nn.Identity, nn.Dropout, nn.AlphaDropout])
+def test_a_model_without_a_loss_in_evaluation_mode_is_proved_in_training_mode(dropout):
+    model = Detector(dropout)
+    check = check_splitting(TrainingLoop(model, torch.optim.SGD(model.parameters(), lr=0.1), own_loss, class_batch()))
+    assert check.splittable, check.reason
+    assert model.training
+    assert all(module.training for module in model.modules())
+
+
+def test_randomness_that_cannot_be_switched_off_there_is_no_proof():
+    check = check_splitting(subject(mlp(Noisy())))
+    assert (check.splittable, check.code) == (False, "split.random")
+
+
+class Centred(nn.Module):
+    """Subtracts the batch's mean while training, and only then; no buffer shows it."""
+
+    def forward(self, x):
+        return x - x.mean(0) if self.training else x
+
+
+class LoadBalanced(nn.Module):
+    """Adds to the loss, while training, what balances the load of two experts over the batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.body, self.gate = mlp(), nn.Linear(4, 2)
+
+    def forward(self, batch):
+        balance = self.gate(batch[0]).softmax(1).mean(0).square().sum() if self.training else 0.0
+        return nn.functional.cross_entropy(self.body(batch[0]), batch[1]) + balance
+
+
+@pytest.mark.parametrize("dropout", [nn.Identity, nn.Dropout])
+def test_what_couples_the_rows_in_training_mode_alone_is_seen(dropout):
+    check = check_splitting(subject(mlp(Centred(), dropout())))
+    assert (check.splittable, check.code) == (False, "split.gradient_differs")
+
+
+def test_a_balancing_loss_over_the_batch_is_seen():
+    model = LoadBalanced()
+    check = check_splitting(TrainingLoop(model, torch.optim.SGD(model.parameters(), lr=0.1), own_loss, class_batch()))
+    assert (check.splittable, check.code) == (False, "split.gradient_differs")
+
+
+class Noisy(nn.Module):
+    """Adds noise that is no dropout, as a variational or a diffusion model does."""
+
+    def forward(self, x):
+        return x + torch.randn_like(x) if self.training else x
+
+
+class Masked(nn.Module):
+    def forward(self, x):
+        return F.dropout(x, 0.5, self.training)
+
+
+class Attending(nn.Module):
+    """Attention dropout is an argument of a function."""
+
+    def forward(self, x):
+        x = x.unsqueeze(1)
+        return F.scaled_dot_product_attention(x, x, x, dropout_p=0.3 if self.training else 0.0).squeeze(1)
+
+
+class DropPath(nn.Module):
+    """Drops whole samples by a mask of its own, as timm does."""
+
+    def forward(self, x):
+        return x * torch.rand(len(x), 1).round() if self.training else x
+
+
+class Repeating(nn.LSTM):
+    def __init__(self):
+        super().__init__(8, 8, num_layers=2, dropout=0.4, batch_first=True)
+
+    def forward(self, x):
+        return super().forward(x.unsqueeze(1))[0].squeeze(1)
+
+
+@pytest.mark.parametrize(
+    "between", [Masked, Attending, DropPath, Repeating, nn.AlphaDropout, lambda: nn.RReLU(0.1, 0.4)]
+)
+def test_dropout_of_any_kind_is_held_as_the_identity_in_training_mode(between):
+    model = mlp(between())
+    check = check_splitting(subject(model))
+    assert check.splittable, check.reason
+    assert check.relative_difference <= 1e-5
+    assert all(module.training for module in model.modules())
+
+
+class Forward(nn.Module):
+    """Runs a function in every training forward."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def forward(self, x):
+        return self.function(self, x) if self.training else x
+
+
+def keeps_a_queue(module, x):
+    queue = getattr(module, "queue", torch.zeros(4, 8))
+    module.queue = torch.cat([queue, x.detach()])[-4:]
+    return x + 1e-2 * queue.mean()
+
+
+def counts_in_python(module, x):
+    module.calls = getattr(module, "calls", 0) + 1
+    return x / module.calls
+
+
+def draws_from_python(module, x):
+    return x * random.random()
+
+
+def draws_from_numpy(module, x):
+    return x * np.random.rand()
+
+
+def draws_from_its_own(module, x):
+    module.generator = getattr(module, "generator", torch.Generator())
+    return x * torch.rand((), generator=module.generator)
+
+
+def remembers_the_last(module, x):
+    """The state is the same after every forward on one batch, and read by the next one."""
+    last = getattr(module, "last", 0.0)
+    module.last = x.detach().mean()
+    return x + last
+
+
+STATEFUL = (
+    keeps_a_queue,
+    counts_in_python,
+    draws_from_python,
+    draws_from_numpy,
+    draws_from_its_own,
+    remembers_the_last,
+)
+
+
+@pytest.mark.parametrize("function", STATEFUL)
+def test_state_that_every_forward_changes_is_found(function):
+    check = check_splitting(subject(mlp(Forward(function))))
+    assert (check.splittable, check.code) == (False, "split.state_changes"), check.reason
+
+
+def test_a_value_that_is_kept_to_be_looked_at_is_no_obstacle():
+    def keeps_to_look_at(module, x):
+        module.last = x.detach()
+        return x
+
+    assert check_splitting(subject(mlp(Forward(keeps_to_look_at)))).splittable
+
+
+class Small(nn.Module):
+    """A term over the batch with a small weight, in a layer that nothing else trains."""
+
+    def __init__(self, weight):
+        super().__init__()
+        self.body, self.gate, self.weight = mlp(), nn.Linear(4, 4), weight
+
+    def forward(self, batch):
+        shares = self.gate(batch[0]).softmax(1).mean(0)
+        return 10 * F.cross_entropy(self.body(batch[0]), batch[1]) + self.weight * shares.square().sum()
+
+
+@pytest.mark.parametrize("weight", [1.0, 1e-3, 1e-5])
+def test_a_term_over_the_batch_is_found_however_small_its_weight(weight):
+    model = Small(weight)
+    check = check_splitting(TrainingLoop(model, torch.optim.SGD(model.parameters(), lr=0.1), own_loss, class_batch()))
+    assert (check.splittable, check.code) == (False, "split.gradient_differs"), check.reason
+
+
+class ZeroGradient(nn.Module):
+    """A bias in front of a normalisation: its true gradient is zero, and computed ones are rounding."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.norm = nn.Linear(8, 8), nn.InstanceNorm1d(8)
+
+    def forward(self, x):
+        return self.norm(self.linear(x).unsqueeze(-1).expand(-1, -1, 4) * torch.arange(4.0)).mean(-1) + x
+
+
+def test_a_gradient_that_is_all_rounding_is_no_difference():
+    check = check_splitting(subject(mlp(ZeroGradient())))
+    assert check.splittable, check.reason
+
+
+def test_a_batch_of_one_kind_of_values_does_not_prove_another():
+    """The example batch is all of one length; its second batch, of other values, is not."""
+
+    def by_value(model, batch):
+        out = model(batch[0])
+        share = (batch[0].abs().mean(1) != batch[0].abs().mean(1)[0]).float()
+        return (F.cross_entropy(out, batch[1], reduction="none") * (1 + share)).sum() / (1 + share).sum()
+
+    check = check_splitting(subject(mlp(), by_value, (torch.ones(ROWS, 4) * 0.5, class_batch()[1])))
+    assert not check.splittable
+
+
+def test_an_lstm_without_dropout_is_proved_as_it_trains():
+    """In evaluation mode cuDNN has no backward of it."""
+    modes = OutOfReach(seen=set())
+
+    class Recurrent(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.lstm, self.head = nn.LSTM(4, 5, batch_first=True), nn.Linear(5, 3)
+
+        def forward(self, x):
+            modes.held.seen.add(self.lstm.training)
+            return self.head(self.lstm(x)[0])
+
+    assert check_splitting(subject(Recurrent(), token_sum, token_batch())).splittable
+    assert modes.held.seen == {True}
+
+
+def gradient_penalty(model, batch):
+    """Begins with a gradient of the first layer: without gradients it fails before any statistics are updated."""
+    inputs = batch[0].clone().requires_grad_()
+    (slope,) = torch.autograd.grad(model[0](inputs).sum(), inputs, create_graph=True)
+    return nn.functional.cross_entropy(model(inputs), batch[1]) + slope.square().sum(1).mean()
+
+
+def test_batch_statistics_are_seen_in_a_loss_that_takes_gradients_of_its_own():
+    check = check_splitting(subject(mlp(nn.BatchNorm1d(8)), gradient_penalty))
+    assert not check.splittable
+    assert check.code == "split.batch_statistics"
+
+
+def test_a_loop_that_runs_in_its_own_precision_only_is_refused_and_not_an_error():
+    def half_only(model, batch):
+        if not torch.is_autocast_enabled("cpu"):
+            raise RuntimeError("the kernel wants 16 bits")
+        return class_mean(model, batch)
+
+    check = check_splitting(subject(mlp(), half_only), "bf16")
+    assert (check.splittable, check.code) == (False, "split.whole_fails")
+    with pytest.raises(RuntimeError):
+        check_splitting(subject(mlp(), half_only))
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory. Tried"), MemoryError()])
+def test_what_does_not_fit_whole_is_proved_on_the_rows_that_fit(error):
+    def small_only(model, batch):
+        if len(batch[0]) > 5:
+            raise error
+        return class_mean(model, batch)
+
+    tried = subject(mlp(), small_only)
+    before = fingerprint(tried.model, tried.optimizer)
+    check = check_splitting(tried)
+    assert check.splittable, check.reason
+    assert fingerprint(tried.model, tried.optimizer) == before
+
+
+def test_where_no_two_rows_fit_there_is_no_proof():
+    def never(model, batch):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    check = check_splitting(subject(mlp(), never))
+    assert (check.splittable, check.code) == (False, "split.out_of_memory")
+
+
+def test_the_example_is_proved_beside_the_longest_batch():
+    """Means over tokens split as they should where no row has padding: the longest batch shows nothing else."""
+    longest = subject(mlp(), token_mean, token_batch((9,) * 8))
+    assert check_splitting(longest).splittable
+    check = check_splitting(replace(longest, example=token_batch()))
+    assert (check.splittable, check.code) == (False, "split.token_mean")
+    assert check_splitting(replace(longest, loss_fn=token_sum, example=token_batch())).splittable
+
+
+class Subtracting(nn.Module):
+    def forward(self, x):
+        return x - x.mean(0) if self.training else x
+
+
+class Counting(nn.Module):
+    """Keeps how often it ran in training, and asks it there alone: two passes are of other weights."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("passes", torch.zeros(()))
+
+    def forward(self, x):
+        self.passes += self.training
+        return x * (1 + self.passes) if self.training else x
+
+
+@pytest.mark.parametrize(
+    "module", [nn.BatchNorm1d(8), Subtracting(), Counting()], ids=["batch norm", "a mean of its own", "a count"]
+)
+def test_a_model_that_is_handed_over_in_evaluation_mode_is_proved_as_it_trains(module):
+    model = mlp(module).eval()
+    assert not check_splitting(subject(model)).splittable
+    assert not any(each.training for each in model.modules())
+    assert check_splitting(subject(mlp(nn.LayerNorm(8), nn.Dropout(0.5)).eval())).splittable
+
+
+def test_weights_in_half_precision_are_named_as_the_cause():
+    inputs, targets = class_batch()
+    half = check_splitting(subject(mlp().bfloat16(), class_mean, (inputs.bfloat16(), targets)))
+    assert (half.splittable, half.code) == (False, "split.half_weights")
+
+
+def test_a_batch_of_the_data_is_the_second_batch():
+    """The example has tokens in every place, and batches of the data have padding."""
+    tried = subject(mlp(), token_mean, token_batch((9,) * 8))
+    assert check_splitting(tried).splittable
+    check = check_splitting(replace(tried, second=token_batch()))
+    assert (check.splittable, check.code) == (False, "split.token_mean")
+
+
+def test_planning_takes_the_second_batch_from_the_data():
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    batches = [token_batch((9,) * 8), token_batch((9,) * 8), token_batch()]
+    found = trimtab.profile(model, optimizer, token_mean, batches[0], data=batches, num_blocks=3)
+    assert (found.check.splittable, found.check.code) == (False, "split.token_mean")
+
+
+def test_the_check_copies_no_state_that_planning_holds():
+    model = nn.Sequential(*(layer for _ in range(8) for layer in (nn.Linear(256, 256, bias=False), nn.Tanh())))
+    optimizer = torch.optim.Adam(model.parameters())
+    tried = TrainingLoop(model, optimizer, lambda model, batch: model(batch).square().mean(), torch.randn(8, 256))
+    tried.loss()[0].backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    parameters = sum(p.nbytes for p in model.parameters())
+    with LoopState(model, optimizer) as start:
+        grown = peak_growth(lambda: check_splitting(tried, start=start))
+    assert grown < 2.9 * parameters  # two gradients, and temporaries of one of the eight layers
