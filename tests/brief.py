@@ -13,9 +13,9 @@ from trimtab.profiling import block_profile, trials
 BLOCK_S, STAGE_S, MEASURING_S = 0.003, 0.0, 0.1
 # For a program, or a task's file that one imports.
 CODE = f"""
-from trimtab.profiling import recompute_timing, trials
+from trimtab.profiling import block_profile, trials
 
-trials.BLOCK_S, trials._STAGE_S, recompute_timing._MEASURING_S = {BLOCK_S}, {STAGE_S}, {MEASURING_S}
+trials.BLOCK_S, trials._STAGE_S, block_profile._MEASURING_S = {BLOCK_S}, {STAGE_S}, {MEASURING_S}
 """
 
 

@@ -16,9 +16,9 @@ import gc
 from dataclasses import replace
 import tiny
 from torch import nn
-from trimtab.distributed import dry_run, dry_run_on_copies
+from trimtab.distributed import dry_run
 
-dry_run_on_copies._BLOCK_S, dry_run._PAIRS = 0.02, 6
+dry_run._BLOCK_S, dry_run._PAIRS = 0.02, 6
 gc.collect()
 gc.freeze()  # what is imported is then in no collection, of which planning asks for many
 

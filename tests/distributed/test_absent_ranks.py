@@ -32,16 +32,16 @@ JOB = """
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
     from torch.nn.parallel import DistributedDataParallel
     from trimtab.core.parallelism import Parallelism
-    from trimtab.distributed import fake_process_group
+    from trimtab.distributed import rank_memory
     from trimtab.distributed.rank_memory import trace_rank
 
     torch.set_num_threads(1)
     rank, size, folder, case = int(sys.argv[1]), 2, sys.argv[2], sys.argv[3]
     dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=size)
     if case == "meshes that are alike":
-        fake_process_group._MESH_NAMES = None
+        rank_memory._MESH_NAMES = None
     if case == "ended as torch does":
-        fake_process_group._forget = dist.destroy_process_group
+        rank_memory._forget = dist.destroy_process_group
     rows = batch_of(2 * ROWS)
 
     def step(model, optimizer, part):

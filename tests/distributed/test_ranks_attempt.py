@@ -21,13 +21,13 @@ RANK = """
     import torch.distributed as dist
     from tiny_task import task
     from trimtab.core.errors import RankError
-    from trimtab.distributed import process_group, error_propagation
+    from trimtab.distributed import process_group, host_gather
     from trimtab.experiments.paired_runs import inspect_arm
     from trimtab.experiments.comparison_context import comparison_ranks
     from trimtab.experiments.baselines.replica import ReplicaLoop
 
     torch.set_num_threads(1)
-    error_propagation._ANSWER_S = 1.0
+    host_gather._ANSWER_S = 1.0
     process_group.TIMEOUT_S = 8.0
     dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
     its_count = inspect_arm.count_flops

@@ -10,14 +10,14 @@ RANK = """
     from datetime import timedelta
     import torch
     import torch.distributed as dist
-    from trimtab.distributed import unix_socket_gather, process_group
+    from trimtab.distributed import host_gather, process_group
     from trimtab.distributed.host_gather import RankExchange
 
     rank, folder, case = int(sys.argv[1]), sys.argv[2], sys.argv[3]
     torch.set_num_threads(1)
     minutes = timedelta(seconds=120)
     dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2, timeout=minutes)
-    asked, gather, listening = [], dist.all_gather_object, unix_socket_gather._listening
+    asked, gather, listening = [], dist.all_gather_object, host_gather._listening
 
     def gathering(*args, **options):
         asked.append(1)
@@ -29,7 +29,7 @@ RANK = """
 
     dist.all_gather_object = gathering
     if case == "apart" and rank == 0:
-        unix_socket_gather._listening = elsewhere
+        host_gather._listening = elsewhere
 
     for asks in (3, 6) if case == "together" else (2, 2):
         exchange = RankExchange(None)

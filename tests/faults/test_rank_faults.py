@@ -18,12 +18,12 @@ RANK = """
     import trimtab
     from trimtab.core.errors import TrimtabError
     from trimtab.adaptive_batch.noise_probes import OverheadBudget
-    from trimtab.distributed import error_propagation
+    from trimtab.distributed import host_gather
 
     torch.set_num_threads(1)
     rank, ranks, folder, fault, stage = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4], int(sys.argv[5])
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks), MASTER_ADDR="127.0.0.1", MASTER_PORT=sys.argv[6])
-    error_propagation._ANSWER_S = 1.0
+    host_gather._ANSWER_S = 1.0
     limit_s = 3.0 if fault == "stop" else 60.0
     found = {"steps": 0, "micro": [], "rows": 0}
 

@@ -70,15 +70,15 @@ RANK = """
     from pathlib import Path
     import torch
     import torch.distributed as dist
-    from trimtab.distributed import oversubscription
+    from trimtab.distributed import cpu_affinity
     rank, folder = int(sys.argv[1]), Path(sys.argv[2])
     torch.set_num_threads(1)
-    oversubscription.quotas = lambda: {}
+    cpu_affinity.quotas = lambda: {}
     dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
     found = []
     for cores in ({0, 1}, {rank}, {0}):
-        oversubscription.own_cores = lambda: frozenset(cores)
-        found.append(oversubscription.oversubscribed_resource())
+        cpu_affinity.own_cores = lambda: frozenset(cores)
+        found.append(cpu_affinity.oversubscribed_resource())
     (folder / f"rank-{rank}.json").write_text(json.dumps(found))
     dist.barrier()
 """
