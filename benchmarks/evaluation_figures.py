@@ -16,6 +16,7 @@ from benchmarks.paper.evaluation_archive import unpack_all
 from benchmarks.paper.evaluation_goals import GOALS, Reached, reached, runs_in, unfounded_in
 from benchmarks.paper.evaluation_slices import DONE, TO_DO, Ran, Slice
 from benchmarks.paper.finding import Run, bound_in_words
+from benchmarks.paper.projection import with_doubling
 from benchmarks.paper.report import evaluation_texts
 from benchmarks.phases_figures import phases
 from trimtab.core.serialization import read_json
@@ -142,14 +143,15 @@ def rows_of(folder: Path, run: Run) -> list[Row] | None:
     path = folder / run.name
     if (path / PHASES).is_file():
         page = read_json(PhaseResult, path / PHASES)
-        return list(phase_object(page.gains, page.thirds)["rows"])
+        return list(with_doubling(phase_object(page.gains, page.thirds)["rows"], page.gains))
     if not (path / "report.json").is_file():
         return None
     found = read_result(path / "report.json")
     if isinstance(found, Ablation):
         return list(ablation_object(found)["rows"])
     unfounded = unfounded_in(folder, run)
-    return [row for row in benchmark_object(found)["rows"] if row["metric"].removesuffix("_ratio") not in unfounded]
+    rows = with_doubling(benchmark_object(found)["rows"], [found.gain] if found.gain is not None else [])
+    return [row for row in rows if row["metric"].removesuffix("_ratio") not in unfounded]
 
 
 def _run(path: Path, run: Run) -> Iterator[str]:

@@ -103,7 +103,6 @@ ONLY = {
     "trimtab.experiments.report": {
         "trimtab.core",
         "trimtab.experiments.phase_attribution",
-        "trimtab.planner.projection",
         "trimtab.planner.statistics",
         "trimtab.experiments.ablation.ablation_result",
         "trimtab.experiments.comparison.arms",

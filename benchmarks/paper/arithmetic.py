@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from benchmarks.paper.claims import BATCH_IMAGES, MAIN_TABLES, RANKS
+from benchmarks.paper.projection import doubling_months, net_speedup, speedup_of_time_saved
 from trimtab.core.hardware import absent_device
-from trimtab.planner.projection import doubling_months, net_speedup, speedup_of_time_saved
 
 GPU = "RTX 3090"
 # FLOP per image of ResNet-50, forward and backward, by stem (math: section 9).

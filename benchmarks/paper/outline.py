@@ -10,6 +10,7 @@ from benchmarks.paper.claims import IMAGES, MACHINE, MAIN_TABLES, TOKENS, Claim,
 from benchmarks.paper.finding import Run
 from benchmarks.paper.judge import LITERAL, NEAR, Judged, headline, judge
 from benchmarks.paper.machines import sameness
+from benchmarks.paper.projection import projection_sentences
 from trimtab.core.step_phases import TimedGain
 from trimtab.experiments.report import formatting as say
 from trimtab.experiments.report.document import (
@@ -22,7 +23,7 @@ from trimtab.experiments.report.document import (
     Picture,
     Section,
 )
-from trimtab.experiments.report.gain_tables import projection_sentences, side_by_side
+from trimtab.experiments.report.gain_tables import side_by_side
 
 _CLAIMED = (
     f"The paper's figures are of {MACHINE}. P1 is its recipe as section IV.B lists it, in the precision that its label "

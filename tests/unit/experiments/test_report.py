@@ -24,7 +24,7 @@ from trimtab.core.objective import Reference
 from trimtab.core.plan import Choice, Effect, MeasuredCost, Plan, Rejected, SplitCheck
 from trimtab.core.profile import Candidate, Trial
 from trimtab.core.serialization import read_json
-from trimtab.core.step_phases import TimedGain, TimedRound
+from trimtab.core.step_phases import TimedRound
 from trimtab.experiments.comparison.arms import PLAN_ARMS
 from trimtab.experiments.comparison.comparison_result import (
     Arm,
@@ -849,7 +849,7 @@ def test_the_results_page_shows_every_row_of_a_comparison_with_peers(monkeypatch
     rows = benchmark_object(comparison())["rows"]
     shown = list(comparison_figures.comparison(rows))
     heads = sum(line.startswith("|---") for line in shown)
-    assert heads == 6  # one table of comparisons, five of where the gain comes from
+    assert heads == 5  # one table of comparisons, four of where the gain comes from
     assert sum(line.startswith("|") for line in shown) == len(rows) + 2 * heads
     assert "| source_gpt | backward | 800 ms | 500 ms |" in "\n".join(shown)
     planning = [line for line in shown if line.startswith("| planning")]
@@ -897,29 +897,10 @@ def test_of_steps_that_the_clock_makes_others_no_bound_is_told() -> None:
     assert [row[1:3] for row in bounds] == [("not reported", "not reported")]
 
 
-def test_the_projection_is_of_what_was_measured_and_says_what_it_assumes() -> None:
-    net, doubling = gain_tables.projection_sentences(gain())
-    assert "[21], from rounds in one process: 1.52" in net
-    assert re.search(r"1\.52\dx \(95% 1\.\d+x to 1\.\d+x\): 1\.7\d\dx without recomputation", net)
-    assert "12.2%" in net
-    assert "1.52" in doubling
-    assert re.search(r"after 8\.[23] months", doubling)
-    assert re.search(r"after a year it is 2\.7\d*x of today's", doubling)
-    assert "assumption" in doubling
-    none = replace(gain(), plan=gain().reference)
-    assert all("not significant" in said for said in gain_tables.projection_sentences(none))
-    assert all("changes nothing" in said for said in gain_tables.projection_sentences(replace(gain(), changes="")))
-    slower = replace(gain(), plan=gain().reference, reference=gain().plan)
-    assert "take longer (0.6" in gain_tables.projection_sentences(slower)[1]
-    assert "nothing is projected" in gain_tables.projection_sentences(slower)[1]
-
-
 def test_of_few_laps_no_interval_is_shown() -> None:
     few = gain(laps=4)
     assert set(columns(gain_tables.phase_gain_table(few), "95% interval")) == {"none"}
     assert "none" in gain_tables.phase_gain_table(few).note
-    assert not any("95%" in said for said in gain_tables.projection_sentences(few))
-    assert all("95%" in said for said in gain_tables.projection_sentences(gain()))
 
 
 def test_thirds_say_why_a_ratio_is_not_known() -> None:
@@ -986,17 +967,3 @@ def test_a_gain_is_flat_rows_too() -> None:
     whole = next(row for row in phases if row["phase"] == "step")
     assert sum(row["mean"] for row in phases if row["phase"] != "step") == pytest.approx(whole["mean"])
     assert all(not isinstance(value, dict) for row in rows for value in row.values())
-
-
-def test_months_to_double_are_between_those_of_the_speed_ups_interval() -> None:
-    def months(found: TimedGain) -> dict[str, float | None]:
-        (row,) = [row for row in benchmark_object(replace(comparison(), gain=found))["rows"] if "cycle_months" in row]
-        return row
-
-    clear = months(gain())
-    assert clear["n"] == 6
-    assert clear["low"] < clear["mean"] < clear["high"]
-    nothing = months(replace(gain(), plan=gain().reference))
-    assert (nothing["mean"], nothing["high"]) == (None, None)
-    unchanged = months(replace(gain(), changes=""))
-    assert (unchanged["mean"], unchanged["low"], unchanged["high"], unchanged["n"]) == (None, None, None, 6)

@@ -10,7 +10,6 @@ from trimtab.core.record import read_together
 from trimtab.core.step_phases import TimedGain
 from trimtab.experiments.comparison.comparison_result import ThirdRow
 from trimtab.experiments.phase_attribution import SavedTime, attribute, bound_seconds, speedup
-from trimtab.planner.projection import CYCLE_MONTHS, doubling_months, unprojected
 from trimtab.planner.statistics import Interval
 
 ROWS_SCHEMA = 1
@@ -25,7 +24,7 @@ def phase_object(gains: Sequence[TimedGain], thirds: Sequence[Sequence[ThirdRow]
 
 
 def gain_rows(gain: TimedGain) -> Iterator[dict[str, Any]]:
-    """Yield rows of a gain: by phase, module class and bound, timing overhead, speed-up and projection."""
+    """Yield rows of a gain: by phase, module class and bound, timing overhead and speed-up."""
     found, head = attribute(gain), {"task": gain.task, "ranks": gain.num_ranks, "device": gain.device.name}
     for name, rows in (
         ("phase_saved_s", (*found.phases, found.unattributed, found.whole)),
@@ -39,17 +38,7 @@ def gain_rows(gain: TimedGain) -> Iterator[dict[str, Any]]:
             share = seconds / math.fsum(bounds.values())
             yield {"metric": "bound_share", **head, "arm": arm, "bound": bound, "seconds_s": seconds, "share": share}
         yield {"metric": "clock_ratio", **head, "arm": arm} | _interval(clock)
-    gained = speedup(gain)
-    yield {"metric": "step_speedup", **head} | _interval(gained)
-    yield {"metric": "doubling_months", **head, "cycle_months": CYCLE_MONTHS} | _doubling(gained, bool(gain.changes))
-
-
-def _doubling(gained: Interval, changes: bool) -> dict[str, Any]:
-    """Return the projected months with the interval; None with a reason if the speed-up is not significant."""
-    if reason := unprojected(gained, changes):
-        return {"mean": None, "low": None, "high": None, "n": gained.n, "reason": reason}
-    mean, low, high = (doubling_months(speedup) for speedup in (gained.mean, gained.high, gained.low))
-    return _interval(Interval(mean, low, high, gained.n))
+    yield {"metric": "step_speedup", **head} | _interval(speedup(gain))
 
 
 def third_rows_flat(task: str, thirds: Sequence[ThirdRow]) -> Iterator[dict[str, Any]]:

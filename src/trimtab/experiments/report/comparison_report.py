@@ -116,8 +116,6 @@ def gain_section(
     blocks += [
         gain_tables.thirds_table(thirds, plan_kind) for plan_kind in tables.plan_kinds(row.plan_kind for row in thirds)
     ]
-    if gain is not None:
-        blocks += [Heading("Projection"), Bullets(gain_tables.projection_sentences(gain))]
     return Section(title, tuple(blocks), brief=gain is not None)
 
 

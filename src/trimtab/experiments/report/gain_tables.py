@@ -1,4 +1,4 @@
-"""Tables of a gain: by phase, by limiting resource, by third of training, and its projection."""
+"""Tables of a gain: by phase, by limiting resource, and by third of training."""
 
 from __future__ import annotations
 
@@ -24,7 +24,6 @@ from trimtab.experiments.phase_attribution import (
 from trimtab.experiments.phase_attribution import speedup as speedup_of
 from trimtab.experiments.report import formatting as say
 from trimtab.experiments.report.tables import Table, plan_kind_title
-from trimtab.planner.projection import CYCLE_MONTHS, doubling_months, efficiency_after, net_of, unprojected
 from trimtab.planner.statistics import MIN_PAIRS_FOR_VERDICT, Interval
 
 _NAMES = {WHOLE: "whole step, without phase timing", UNATTRIBUTED: "overhead of phase timing (not attributed)"}
@@ -177,55 +176,6 @@ def _figure(ratio: Ratio, words: Callable[[float], str]) -> str:
 
 def _beside(value: str, interval: str) -> str:
     return value if interval == _NO_INTERVAL else f"{value} ({interval})"
-
-
-def projection_sentences(gain: TimedGain) -> tuple[str, ...]:
-    """Return eqs. 21 to 23 computed from step times without phase timing, if the speed-up is significant."""
-    speedup = speedup_of(gain)
-    net, doubling = _net(gain, speedup), _doubling(gain, speedup)
-    return f"Net speed-up [21], from rounds in one process: {net}", f"Doubling [22, 23], from these rounds: {doubling}"
-
-
-def _net(gain: TimedGain, speedup: Interval) -> str:
-    if not gain.changes:
-        return "the plan changes nothing."
-    if speedup.n < MIN_PAIRS_FOR_VERDICT:
-        return f"{say.ratio(speedup.mean)} from {speedup.n} rounds, too few for an interval."
-    if speedup.low <= 1 <= speedup.high:
-        return f"the difference in step time is not significant ({say.ratio(speedup.mean)})."
-    between = _between(speedup, say.ratio)
-    within = "" if between == _NO_INTERVAL else f" (95% {between})"
-    if is_distorted(gain):
-        return f"{say.ratio(speedup.mean)}{within}; phase timing distorts the step, so the overhead of recomputation "
-        "is unknown."
-    plan_s = math.fsum(map(gain.plan.mean_s, gain.plan.has))
-    found = net_of(speedup.mean * plan_s, plan_s, gain.plan.mean_s("recompute"))
-    return (
-        f"{say.ratio(found.net)}{within}: {say.ratio(found.gain)} without recomputation, divided by 1 plus the "
-        f"recomputation overhead of {say.share(found.overhead)} from phase timing."
-    )
-
-
-def _doubling(gain: TimedGain, speedup: Interval) -> str:
-    if reason := unprojected(speedup, bool(gain.changes)):
-        measured = f" ({say.ratio(speedup.mean)})" if gain.changes else ""
-        return f"{reason}{measured}, so nothing is projected."
-    return (
-        f"with a speed-up of {say.ratio(speedup.mean)} in every cycle of {CYCLE_MONTHS:g} months, efficiency doubles "
-        f"{_months(speedup.mean)}{_by_its_interval(speedup)}, and after a year it is "
-        f"{say.ratio(efficiency_after(12.0, speedup.mean))} of today's. The equal gain of every cycle and the length "
-        "of a cycle are assumptions, not measurements."
-    )
-
-
-def _by_its_interval(speedup: Interval) -> str:
-    if speedup.n < MIN_PAIRS_FOR_VERDICT or speedup.high == math.inf:
-        return ""
-    return f" (95% interval: {_months(speedup.high)} to {_months(speedup.low)})"
-
-
-def _months(speedup: float) -> str:
-    return f"after {doubling_months(speedup):.1f} months"
 
 
 def side_by_side(gains: Sequence[TimedGain]) -> Table:
