@@ -135,8 +135,10 @@ def _net(gain: TimedGain, measured: Interval) -> str:
     if math.isfinite(measured.low) and math.isfinite(measured.high):
         within = f" (95% {say.ratio(measured.low)} to {say.ratio(measured.high)})"
     if is_distorted(gain):
-        return f"{say.ratio(measured.mean)}{within}; phase timing distorts the step, so the overhead of recomputation "
-        "is unknown."
+        return (
+            f"{say.ratio(measured.mean)}{within}; phase timing distorts the step, so the overhead of recomputation "
+            "is unknown."
+        )
     plan_s = math.fsum(map(gain.plan.mean_s, gain.plan.has))
     found = net_of(measured.mean * plan_s, plan_s, gain.plan.mean_s("recompute"))
     return (

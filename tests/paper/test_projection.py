@@ -95,6 +95,13 @@ def test_the_projection_is_of_what_was_measured_and_says_what_it_assumes():
     assert "nothing is projected" in projection_sentences(slower)[1]
 
 
+def test_distorted_phases_leave_the_overhead_unknown():
+    found = gain()
+    laps = tuple(replace(lap, plain_s=lap.clocked_s / 2) for lap in found.plan.laps)
+    net, _ = projection_sentences(replace(found, plan=replace(found.plan, laps=laps)))
+    assert net.endswith("the overhead of recomputation is unknown.")
+
+
 def test_of_few_rounds_no_interval_is_shown():
     assert not any("95%" in said for said in projection_sentences(gain(laps=4)))
     assert all("95%" in said for said in projection_sentences(gain()))
