@@ -11,12 +11,15 @@ from benchmarks.docs_figures import SAVED, cheapest, optimal
 from benchmarks.evaluation_figures import folders, machine_of, recorded, size_of
 from benchmarks.figure_words import difference, ratio, speed
 from benchmarks.paper.arithmetic import checks
-from benchmarks.paper.evaluation_goals import TOLD, runs_in
+from benchmarks.paper.claims import LEAST, MOST
 from benchmarks.paper.evaluation_slices import slices
+from benchmarks.paper.goals import PREDICTED
+from benchmarks.paper.judge import GOAL_WORDS, PASS, compare
+from benchmarks.paper.results import read_evaluation
 from benchmarks.records import Record, evaluated, every, is_evaluated, newest
+from trimtab.experiments.comparison.comparison_result import NO_VERDICT
 
 Row = dict[str, Any]
-MET, MISSED, NOT_SHOWN = "met", "missed", "not shown"
 CLOSE = 0.12  # relative error of predicted seconds
 RACES = ("cifar-recipes", "wikitext-recipes")
 
@@ -164,8 +167,10 @@ def _aims(root: Path, cifar: Record, gpt: Record, digits: Record) -> Iterator[st
 
 def _aim(says: str, row: Row, found: Record, least: float, more: str = "", *, may_be_met: bool = True) -> str:
     """Return the line of a goal on the minimum of a ratio."""
-    stands = (MET if may_be_met else NOT_SHOWN) if row["low"] >= least else MISSED if row["high"] < least else NOT_SHOWN
-    return f"| {says} | {stands} | {ratio(row)}, n={row['n']}{more} | {found.link} |"
+    status = compare(LEAST, least, row["low"], row["high"])
+    if status == PASS and not may_be_met:
+        status = NO_VERDICT
+    return f"| {says} | {GOAL_WORDS[status]} | {ratio(row)}, n={row['n']}{more} | {found.link} |"
 
 
 def _turned(row: Row) -> Row:
@@ -201,7 +206,7 @@ def _goals(root: Path) -> Iterator[str]:
 def _goals_of(folder: Path) -> Iterator[Row]:
     size = size_of(folder)
     found = slices(size)
-    rows = recorded(size, found, folder, runs_in(found, folder))["rows"]
+    rows = recorded(size, found, folder, read_evaluation(found, folder))["rows"]
     return (row for row in rows if row["metric"] == "goal")
 
 
@@ -210,7 +215,7 @@ def _place(folder: Path, row: Row) -> str:
     facts = machine_of(folder)
     if "gpu" in facts:
         return f"on an {facts['gpu']}, "
-    return "" if row["measure"] == TOLD else "with bf16, " if "bf16" in facts["cpu"] else "without bf16, "
+    return "" if row["measure"] == PREDICTED else "with bf16, " if "bf16" in facts["cpu"] else "without bf16, "
 
 
 def _run(root: Path, folder: Path, name: str) -> str:
@@ -236,8 +241,8 @@ def _of_checkpoints(found: Record) -> Iterator[str]:
     )
     for says, metric, way, most in aims:
         row = found.one(metric, way=way)
-        stands = MET if row["high"] <= most else MISSED if row["low"] > most else NOT_SHOWN
-        yield f"| {says} | {stands} | {ratio(row)}, n={row['n']} | {found.link} |"
+        status = compare(MOST, most, row["low"], row["high"])
+        yield f"| {says} | {GOAL_WORDS[status]} | {ratio(row)}, n={row['n']} | {found.link} |"
 
 
 def _of_the_loop(says: str, each: Iterable[Record], name: str) -> Iterator[str]:
@@ -246,8 +251,8 @@ def _of_the_loop(says: str, each: Iterable[Record], name: str) -> Iterator[str]:
         beyond = [row for row in found.rows if row["high"] > 1.01 + row["control_half_width"]]
         within = f"{len(found.rows) - len(beyond)} of {len(found.rows)} cases within"
         others = "".join(f"; {row[name]}, k={row['num_micro_batches']}: {_finely(row)}" for row in beyond)
-        stands = NOT_SHOWN if beyond else MET
-        yield f"| {says} within 1% and the control | {stands} | {within}{others} | {found.link} |"
+        status = GOAL_WORDS[NO_VERDICT if beyond else PASS]
+        yield f"| {says} within 1% and the control | {status} | {within}{others} | {found.link} |"
 
 
 def _finely(row: Row) -> str:

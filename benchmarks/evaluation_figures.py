@@ -13,11 +13,13 @@ from typing import Any
 
 from benchmarks.comparison_figures import comparison
 from benchmarks.paper.evaluation_archive import unpack_all
-from benchmarks.paper.evaluation_goals import GOALS, Reached, reached, runs_in, unfounded_in
 from benchmarks.paper.evaluation_slices import DONE, TO_DO, Ran, Slice
 from benchmarks.paper.finding import Run, bound_in_words
+from benchmarks.paper.goals import GOALS
+from benchmarks.paper.judge import Judged, judge_goals
 from benchmarks.paper.projection import with_doubling
 from benchmarks.paper.report import evaluation_texts
+from benchmarks.paper.results import read_evaluation
 from benchmarks.phases_figures import phases
 from trimtab.core.serialization import read_json
 from trimtab.experiments.ablation.ablation_result import Ablation
@@ -68,11 +70,11 @@ def written(size: str, found: Sequence[Slice], folder: Path, runs: Runs | None =
         folder: Folder of results.
         runs: Runs of the slices; None to read the records.
     """
-    runs = runs_in(found, folder) if runs is None else runs
+    runs = read_evaluation(found, folder) if runs is None else runs
     texts = {SUMMARY: json.dumps(recorded(size, found, folder, runs), indent=1) + "\n"}
     if runs:
         texts[REPORT] = "\n".join(report(folder, runs)) + "\n"
-        goals = [each.told for each in _goals(size, folder, runs)]
+        goals = [(each.limit.says, each.goal_status, each.why) for each in _goals(size, folder, runs)]
         made = evaluation_texts(tuple(runs.values()), _command(size), goals)
         texts |= {f"evaluation.{kind}": text for kind, text in made.items()}
     return texts
@@ -88,7 +90,7 @@ def recorded(size: str, found: Sequence[Slice], folder: Path, runs: Runs) -> dic
         runs: Runs of the slices.
     """
     goals = _goals(size, folder, runs)
-    rows = [{"metric": "goal", **asdict(each.goal), "status": each.status, "figure": each.figure} for each in goals]
+    rows = [{"metric": "goal", **asdict(each.limit), "status": each.goal_status, "figure": each.why} for each in goals]
     rows += [{"metric": "slice", "slice": each.name} | _ended(ran_of(each, folder)) for each in found]
     return {
         "schema": 1,
@@ -105,8 +107,8 @@ def _ended(path: Path) -> Row:
     return {"state": DONE, "sources": ran.sources, "seconds": ran.seconds}
 
 
-def _goals(size: str, folder: Path, runs: Runs) -> tuple[Reached, ...]:
-    return reached([goal for goal in GOALS if goal.size == size], folder, runs)
+def _goals(size: str, folder: Path, runs: Runs) -> tuple[Judged, ...]:
+    return judge_goals([goal for goal in GOALS if goal.size == size], folder, runs)
 
 
 def _command(size: str) -> str:
@@ -129,7 +131,7 @@ def report(folder: Path, runs: Runs) -> Iterator[str]:
     yield "| goal | | measured |"
     yield "|---|---|---|"
     for each in _goals(size, folder, runs):
-        yield f"| {each.goal.says} | {each.status} | {each.figure} |"
+        yield f"| {each.limit.says} | {each.goal_status} | {each.why} |"
     yield ""
     for name, run in runs.items():
         yield from _run(folder / name, run)
@@ -149,9 +151,8 @@ def rows_of(folder: Path, run: Run) -> list[Row] | None:
     found = read_result(path / "report.json")
     if isinstance(found, Ablation):
         return list(ablation_object(found)["rows"])
-    unfounded = unfounded_in(folder, run)
     rows = with_doubling(benchmark_object(found)["rows"], [found.gain] if found.gain is not None else [])
-    return [row for row in rows if row["metric"].removesuffix("_ratio") not in unfounded]
+    return [row for row in rows if row["metric"].removesuffix("_ratio") not in run.unfounded]
 
 
 def _run(path: Path, run: Run) -> Iterator[str]:

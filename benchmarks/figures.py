@@ -25,8 +25,8 @@ from benchmarks.comparison_figures import comparison
 from benchmarks.figure_words import ratio
 from benchmarks.frontier_figures import drawings
 from benchmarks.paper import evaluation_archive, evaluation_record
-from benchmarks.paper.evaluation_goals import runs_in
 from benchmarks.paper.evaluation_slices import slices
+from benchmarks.paper.results import read_evaluation
 from benchmarks.phases_figures import phases
 from benchmarks.scaling_figures import scaling, sending
 from trimtab.adaptive_batch.step_time_model import StepTimes, relative_time
@@ -121,7 +121,7 @@ def _evaluations(root: Path) -> tuple[dict[Path, str], dict[str, Row]]:
     for folder in evaluation_figures.folders(root):
         size = evaluation_figures.size_of(folder)
         found = slices(size)
-        runs = runs_in(found, folder)
+        runs = read_evaluation(found, folder)
         for name, text in evaluation_figures.written(size, found, folder, runs).items():
             texts[folder / name] = text
         record = evaluation_record.compact(size, found, folder, runs)

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from benchmarks.docs_figures import SAVED, by_model, cheapest, optimal
 from benchmarks.figure_words import difference, ratio, speed
 from benchmarks.paper.evaluation_archive import RESULTS, SUFFIX
-from benchmarks.paper.evaluation_goals import NOT_MEASURED
+from benchmarks.paper.judge import NOT_MEASURED
 from benchmarks.records import SECTIONS, section_of
 from trimtab.planner.statistics import MIN_PAIRS_FOR_VERDICT as FEW
 

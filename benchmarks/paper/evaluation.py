@@ -39,7 +39,6 @@ from benchmarks.command import ROOT
 from benchmarks.evaluation_figures import ran_of, recorded, written
 from benchmarks.paper.evaluation_archive import UNPACKED, archive_of, pack, summary_of, unpack_all
 from benchmarks.paper.evaluation_folder import claim, own_folder, slug
-from benchmarks.paper.evaluation_goals import runs_in
 from benchmarks.paper.evaluation_record import compact, text_of
 from benchmarks.paper.evaluation_slices import (
     DONE,
@@ -54,6 +53,7 @@ from benchmarks.paper.evaluation_slices import (
     Slice,
     slices,
 )
+from benchmarks.paper.results import read_evaluation
 from benchmarks.paper.tasks import argument_of
 from trimtab.core.errors import FormatError, TrimtabError, ValueGivenError
 from trimtab.core.serialization import read_json, to_json, write_whole
@@ -390,7 +390,7 @@ def summary(size: str, found: Sequence[Slice], place: Place) -> dict[str, Any]:
 
     The pages depend only on the records, so they are identical on every machine.
     """
-    runs = runs_in(found, place.folder)
+    runs = read_evaluation(found, place.folder)
     for name, made in written(size, found, place.folder, runs).items():
         write_whole(place.folder / name, made)
     if place.archive is not None and any((place.folder / "done").glob("*.json")):

@@ -38,6 +38,7 @@ class Finding:
         at_least, at_most: bounds of the speed-up of a censored time; None after a failure, because a bound would be
             compared with claims without a verdict of the run.
         failed: failed arms with the number of failed runs, or "".
+        resolution: half-width of the interval of the A/A control, by which a goal's limit is relaxed.
     """
 
     measure: str
@@ -59,6 +60,7 @@ class Finding:
     at_least: float | None = None
     at_most: float | None = None
     failed: str = ""
+    resolution: float = 0.0
 
     @property
     def is_bounded(self) -> bool:
@@ -97,6 +99,7 @@ class Run:
         planned: length of the run assumed in planning relative to the paired runs, as text; "" if equal.
         meter: description of the energy meter or the reason for its absence; "" for kinds without energy.
         known: defects of the paired runs found after recording.
+        unfounded: measures that are invalid because of these defects.
         gain: timed phases of the reference and the equivalent plan, or None.
         precisions: compute precision by arm, if known.
     """
@@ -118,6 +121,7 @@ class Run:
     planned: str = ""
     meter: str = ""
     known: tuple[str, ...] = ()
+    unfounded: frozenset[str] = frozenset()
     gain: TimedGain | None = None
     precisions: Mapping[str, str] = field(default_factory=dict)
 

@@ -1,10 +1,11 @@
-"""Verdicts on the paper's claims, for its own recipe and for trimtab's plans (math: section 8)."""
+"""The judge: compares claims of the paper and goals of trimtab with measured figures (math: section 8)."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from benchmarks.paper.claims import (
     ABOUT,
@@ -18,9 +19,11 @@ from benchmarks.paper.claims import (
     Claim,
 )
 from benchmarks.paper.finding import Finding, Run
+from benchmarks.paper.goals import MONITOR, NO_HARM, PREDICTED, Goal
+from benchmarks.paper.results import finding_of_goal
 from trimtab.experiments.comparison.comparison_result import NO_VERDICT, Ratio, Verdict
-from trimtab.experiments.comparison.comparison_statistics import bounds
-from trimtab.planner.statistics import MIN_PAIRS_FOR_VERDICT
+from trimtab.experiments.comparison.comparison_statistics import as_ratio, bounds
+from trimtab.planner.statistics import MIN_PAIRS_FOR_VERDICT, mean_interval
 
 PASS, FAIL = "pass", "fail"
 NOT_COMPARABLE, NOT_MEASURED = "not comparable", "not measured"
@@ -33,30 +36,41 @@ _THIRDS = (("early",), ("middle",), ("late",))
 _AGAINST = ("reference", "", "alone")
 
 
+_WITHOUT_RUN = (MONITOR, NO_HARM, PREDICTED)  # measured by rows of a benchmark, or predicted
+_SEE_KNOWN = "what was found of its races afterwards stands below, with the runs"
+GOAL_WORDS = {PASS: "met", FAIL: "missed", NO_VERDICT: "not shown"}
+
+
 @dataclass(frozen=True)
 class Judged:
-    """A claim compared with a finding of a run.
+    """A claim or a goal compared with a measured figure.
 
     Args:
-        claim: the claim.
-        run: the run.
-        finding: the finding.
-        status: pass, fail, no verdict or not comparable.
-        here: the status regardless of machine and model size.
-        why: the reason for the status.
+        limit: the claim or the goal, which has the threshold.
+        status: pass, fail, no verdict, not comparable or not measured.
+        finding: the finding, which has the figure and its interval; None if not measured.
+        run: the run; None for a goal without a run, and if not measured.
+        here: for a claim, the status regardless of machine and model size.
+        why: for a claim, the reason for the status; for a goal, the measured figure as text.
     """
 
-    claim: Claim
-    run: Run
-    finding: Finding
+    limit: Claim | Goal
     status: str
-    here: str
+    finding: Finding | None = None
+    run: Run | None = None
+    here: str = ""
     why: str = ""
 
     @property
     def is_literal(self) -> bool:
         """True for the paper's own recipe."""
-        return self.finding.arm == LITERAL
+        return self.finding is not None and self.finding.arm == LITERAL
+
+    @property
+    def goal_status(self) -> str:
+        """The status in the words of goals: met, missed, not shown or not measured; "predicted met" of predictions."""
+        word = GOAL_WORDS.get(self.status, self.status)
+        return f"predicted {word}" if self.limit.measure == PREDICTED and self.status in (PASS, FAIL) else word
 
 
 def judge(runs: Sequence[Run], claims: Sequence[Claim] = CLAIMS) -> dict[Claim, tuple[Judged, ...]]:
@@ -68,12 +82,11 @@ def status_of(judged: Sequence[Judged]) -> str:
     """Return the combined status of several findings: a failure makes the claim fail.
 
     Every model (for images: every stem) is judged separately, so that a pass on a model does not count for other
-    measured
-    models.
+    measured models.
     """
     models: dict[tuple[str, ...], set[str]] = {}
     for each in judged:
-        models.setdefault(each.claim.workload.model_of(each.run.task), set()).add(each.status)
+        models.setdefault(each.limit.workload.model_of(each.run.task), set()).add(each.status)
     found = {_first(statuses, FAIL, PASS, NO_VERDICT, NOT_COMPARABLE) for statuses in models.values()}
     return _first(found, FAIL, NO_VERDICT, PASS, NOT_COMPARABLE)
 
@@ -92,15 +105,14 @@ def _judged(claim: Claim, runs: Sequence[Run]) -> Iterator[Judged]:
                 here = NO_VERDICT
             status = NOT_COMPARABLE if elsewhere else here
             why = label + (elsewhere or (finding.told or _because(by, here, finding)) + _its_gpu(run, here))
-            yield Judged(claim, run, finding, status, here, why)
+            yield Judged(claim, status, finding, run, here, why)
 
 
 def _ways(claim: Claim, run: Run) -> Iterator[tuple[Claim, str, Finding]]:
     """Yield the findings of a run to judge a claim by, with a label if the measure differs from the claim's.
 
     For an equivalent plan, a component's time to target can be replaced by throughput, because both loops learn
-    equally per
-    sample; for a tuned plan it cannot.
+    equally per sample; for a tuned plan it cannot.
     """
     own = tuple(_of(claim, run))
     if claim.measure != "component_time" or any(map(_tells, _of(replace(claim, target=None), run))):
@@ -173,8 +185,7 @@ def nearest(rungs: Sequence[Finding], target: float | None) -> Finding:
     """Return the finding for a target; otherwise the hardest target with a known time, or the last target.
 
     An upper bound belongs to an arm that fell behind. `behind_at` is set to a harder target reached more often by the
-    other
-    arm, because a gain at an easier target does not speak for an arm that falls behind later.
+    other arm, because a gain at an easier target does not speak for an arm that falls behind later.
 
     Args:
         rungs: findings by target, easiest first.
@@ -225,12 +236,17 @@ def met(sense: str, bar: float, finding: Finding) -> str:
     return NO_VERDICT if found == PASS and is_open else found
 
 
-def _beyond(sense: str, bar: float, ends: tuple[float, float], finding: Finding) -> str:
-    low, high = ends
+def compare(sense: str, bar: float, low: float, high: float) -> str:
+    """Return pass if a whole interval is at most or at least a limit, fail if none of it is, otherwise no verdict."""
     if sense == MOST:
         return PASS if high <= bar else FAIL if low > bar else NO_VERDICT
-    if sense == LEAST:
-        return PASS if low >= bar else FAIL if high < bar else NO_VERDICT
+    return PASS if low >= bar else FAIL if high < bar else NO_VERDICT
+
+
+def _beyond(sense: str, bar: float, ends: tuple[float, float], finding: Finding) -> str:
+    low, high = ends
+    if sense in (MOST, LEAST):
+        return compare(sense, bar, low, high)
     if sense == ABOUT:
         low, high, bar = low - bar, high - bar, NEAR
     is_another_training = finding.plan_kind == "tuned" or finding.arm == LITERAL
@@ -309,3 +325,134 @@ def _stands(claim: Claim, found: Sequence[Judged]) -> str:
 
 def _left(statuses: Sequence[str]) -> int:
     return sum(status not in (PASS, FAIL) for status in statuses)
+
+
+def judge_goals(goals: Sequence[Goal], folder: Path, runs: Mapping[str, Run]) -> tuple[Judged, ...]:
+    """Return every goal with its status and the measured figure.
+
+    Args:
+        goals: Goals.
+        folder: Folder of results.
+        runs: Runs by folder name.
+    """
+    return tuple(_judged_goal(goal, folder, runs.get(goal.run)) for goal in goals)
+
+
+def _judged_goal(goal: Goal, folder: Path, run: Run | None) -> Judged:
+    is_of_a_run = goal.measure not in _WITHOUT_RUN
+    finding = _of_goal(goal, run) if is_of_a_run else finding_of_goal(goal, folder)
+    if finding is None:
+        return Judged(goal, NOT_MEASURED)
+    text = _figure_text(goal, finding, run)
+    if is_of_a_run and run is not None and run.known and text:
+        text = f"{text}; {_SEE_KNOWN}"
+    if not _is_measured(goal, finding):
+        return Judged(goal, NOT_MEASURED, finding, run, why=text)
+    judged = _value_of_arm(finding) if goal.of_value else finding
+    status = met(goal.sense, goal.bar + finding.resolution, judged)
+    if goal.measure == PREDICTED and finding.failed:
+        status = FAIL
+    return Judged(goal, status, judged, run, why=text)
+
+
+def _of_goal(goal: Goal, run: Run | None) -> Finding | None:
+    """Return the finding of a run for a goal, at its target or the nearest; None if the run has no such finding."""
+    wanted = (goal.measure, goal.arm, goal.against, goal.charged)
+    found = [
+        each
+        for each in (() if run is None else run.findings)
+        if (each.measure, each.arm, each.against, each.charged) == wanted
+        and (goal.target is None or each.target == goal.target)
+    ]
+    return nearest(found, goal.target) if found else None
+
+
+def _is_measured(goal: Goal, finding: Finding) -> bool:
+    if goal.measure in _WITHOUT_RUN:
+        return finding.figure is not None
+    if goal.of_value:
+        return bool(finding.failed or finding.values) or _is_count(finding)
+    return finding.figure is not None or bool(finding.said)
+
+
+def _is_count(finding: Finding) -> bool:
+    return finding.figure is not None and finding.figure.counted and finding.value is not None
+
+
+def _value_of_arm(finding: Finding) -> Finding:
+    """Return a finding on the arm's own value instead of its ratio: a count, or the interval of the values per pair.
+
+    The other arm is irrelevant, because it may never reach the target.
+    """
+    figure = None
+    if _is_count(finding) and not finding.failed:
+        figure = Ratio(finding.value, None, None, 1, (finding.value,), counted=True)
+    elif finding.values and all(map(math.isfinite, finding.values)) and not finding.failed:
+        figure = as_ratio(mean_interval(finding.values), finding.values)
+    return replace(finding, figure=figure, has_verdict=True, at_least=None, at_most=None, behind_at=None)
+
+
+def _figure_text(goal: Goal, finding: Finding, run: Run | None) -> str:
+    """Return the measured figure of a goal as text; of a missing figure, the reason."""
+    if goal.measure in _WITHOUT_RUN:
+        return _text_without_run(goal, finding)
+    if goal.of_value:
+        return _value_text(goal, finding)
+    behind = (
+        "" if finding.behind_at is None else f"; the other arm came further, to {finding.behind_at:g} in more pairs"
+    )
+    if finding.figure is None:
+        of_pairs = f" to {finding.target:g}, n = {len(finding.values)}" if finding.said and finding.target else ""
+        return f"{finding.said}{of_pairs}{behind}"
+    shown = finding.figure.inverse if goal.measure == "time_to_target" else finding.figure
+    rung = "" if finding.target is None else f" to {finding.target:g}"
+    is_quality = goal.measure == "final_metric" and run is not None and bool(run.trained)
+    notes = (finding.said, f"after {run.trained}" if is_quality else "")
+    return f"{_ratio_text(shown, goal.unit)}{rung}{behind}{''.join(f'; {each}' for each in notes if each)}"
+
+
+def _ratio_text(shown: Ratio, unit: str) -> str:
+    """Return a ratio with its interval as text, or the single pairs if there are too few for a verdict."""
+    if shown.low is None or shown.high is None:
+        return f"{shown.mean:.3f}{unit}"
+    if shown.n < MIN_PAIRS_FOR_VERDICT:
+        return f"pairs {', '.join(f'{pair:.3f}' for pair in shown.pairs)}{unit}"
+    mean, low, high = (f"{round(figure, 3) + 0.0:.3f}" for figure in (shown.mean, shown.low, shown.high))  # no -0.000
+    return f"{mean}{unit} (95% {low} to {high}, n = {shown.n})"
+
+
+def _value_text(goal: Goal, finding: Finding) -> str:
+    """Return the value of an arm as text: a count, the values of all pairs, or their mean with its interval."""
+    if finding.failed:
+        return finding.said
+    if _is_count(finding):
+        return f"{_number(finding.value)}{goal.unit}"
+    if not finding.values:
+        return finding.said
+    values = f"{', '.join(map(_number, finding.values))}{goal.unit}"
+    if len(finding.values) < MIN_PAIRS_FOR_VERDICT:
+        return f"{values}; {len(finding.values)} pairs: a verdict needs {MIN_PAIRS_FOR_VERDICT}"
+    if not all(map(math.isfinite, finding.values)):
+        return values
+    of = mean_interval(finding.values)
+    return f"{_number(of.mean)}{goal.unit} (95% {_number(of.low)} to {_number(of.high)}, n = {of.n})"
+
+
+def _number(value: float) -> str:
+    if not math.isfinite(value):
+        return "never"
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"
+
+
+def _text_without_run(goal: Goal, finding: Finding) -> str:
+    """Return the figure of a benchmark's row or of a prediction as text."""
+    figure = finding.figure
+    if figure is None:
+        return finding.said
+    if goal.measure == PREDICTED:
+        seconds = f"({finding.value:.3g} s a step for {finding.baseline:.3g})"
+        return f"{figure.mean:.3f}x the time {seconds}, {finding.said}; not measured"
+    interval = f"{figure.mean:.4f}x (95% {figure.low:.4f} to {figure.high:.4f}, n = {figure.n})"
+    if goal.measure == MONITOR:
+        return f"{finding.arm}: {interval}, bar {goal.bar + finding.resolution:.4f}"
+    return f"{interval} of a plan that changes {finding.part}"

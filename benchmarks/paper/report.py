@@ -18,8 +18,8 @@ from rich.console import Console
 
 from benchmarks.paper.finding import Run
 from benchmarks.paper.outline import document
+from benchmarks.paper.results import read_runs
 from benchmarks.paper.rows import evaluation_object
-from benchmarks.paper.runs import read_runs
 from trimtab.core.errors import TrimtabError
 from trimtab.experiments.report import page_texts, write_pages
 from trimtab.experiments.report.terminal import terminal_view

@@ -14,8 +14,7 @@ import torch
 from raising import raises
 
 import trimtab
-from benchmarks.paper.record_findings import of_record
-from benchmarks.paper.runs import read_runs
+from benchmarks.paper.results import of_record, read_runs
 from trimtab.checkpoint.batch_size_log import BatchSizeLog, _summed
 from trimtab.checkpoint.manifest import NAME, TREE, FileEntry, Manifest, _encoded, manifest_of
 from trimtab.checkpoint.run_lock import LockHolder

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.paper.runs import read_runs
+from benchmarks.paper.results import read_runs
 from benchmarks.paper.sources import sha256_file
 from trimtab.carbon.intensity import of_csv
 from trimtab.carbon.services import CsvIntensity

@@ -40,10 +40,9 @@ from benchmarks.paper.judge import (
     status_of,
 )
 from benchmarks.paper.machines import letters, sameness
-from benchmarks.paper.record_findings import of_record
 from benchmarks.paper.report import main, write_evaluation
+from benchmarks.paper.results import of_record, read_runs
 from benchmarks.paper.rows import evaluation_object
-from benchmarks.paper.runs import read_runs
 from benchmarks.paper.tables import claim_table, gain_table
 from trimtab.core.energy_reading import OTHER_RANKS, MeterFacts, Provenance
 from trimtab.core.errors import FormatError, ValueGivenError

@@ -22,7 +22,9 @@ from call_counts import OutOfReach
 from raising import raises
 from torch.nn import functional as F
 
+from benchmarks.paper import results
 from benchmarks.paper.findings import of_comparison
+from benchmarks.paper.judge import judge_goals
 from benchmarks.paper.tasks import load_task
 from trimtab.api import start
 from trimtab.cli.main import app
@@ -66,9 +68,9 @@ def listed():
 
 @pytest.fixture
 def goals():
-    from benchmarks.paper import evaluation_goals
+    from benchmarks.paper import goals
 
-    return evaluation_goals
+    return goals
 
 
 # What is listed.
@@ -537,8 +539,8 @@ def test_a_list_says_what_is_left(evaluation, place, listed):
 
 def stands(goals, says, folder, runs=None):
     (goal,) = [each for each in goals.GOALS if each.says == says and each.size in ("cpu", "gpu")][:1]
-    (found,) = goals.reached([goal], folder, runs or {})
-    return found.status, found.figure
+    (found,) = judge_goals([goal], folder, runs or {})
+    return found.goal_status, found.why
 
 
 def test_a_goal_is_met_missed_or_not_shown_by_its_interval(goals, tmp_path):
@@ -775,7 +777,7 @@ def test_the_summary_reads_the_runs_and_writes_their_page(evaluation, listed, pl
         evaluation.summary("cpu", listed.slices("cpu"), place)
 
 
-def test_a_measure_that_was_found_wrong_counts_for_nothing(evaluation, goals, listed, place):
+def test_a_measure_that_was_found_wrong_counts_for_nothing(evaluation, listed, place):
     from measured_runs import comparison
 
     (place.folder / "cifar-recipes").mkdir()
@@ -786,19 +788,19 @@ def test_a_measure_that_was_found_wrong_counts_for_nothing(evaluation, goals, li
     found = evaluation.summary("cpu", listed.slices("cpu"), place)
     statuses = {row["says"]: row["status"] for row in found["rows"] if row["metric"] == "goal"}
     assert statuses["cifar: S 1.8x P0"] == "not shown"
-    run = goals.runs_in(listed.slices("cpu"), place.folder)["cifar-recipes"]
+    run = results.read_evaluation(listed.slices("cpu"), place.folder)["cifar-recipes"]
     assert {each.figure for each in run.findings if each.measure == "throughput"} == {None}
     assert any(each.figure for each in run.findings if each.measure != "throughput")
     assert "not to be believed" in (place.folder / "evaluation.md").read_text()
 
 
-def test_the_summary_reads_the_runs_once(evaluation, goals, listed, place, monkeypatch):
+def test_the_summary_reads_the_runs_once(evaluation, listed, place, monkeypatch):
     from measured_runs import comparison
 
     (place.folder / "cifar-recipes").mkdir()
     (place.folder / "cifar-recipes" / "report.json").write_text(to_json(comparison("cifar10_resnet_short")))
-    read, read_runs = [], goals.read_runs
-    monkeypatch.setattr(goals, "read_runs", lambda paths: read.append(paths) or read_runs(paths))
+    read, read_runs = [], results.read_runs
+    monkeypatch.setattr(results, "read_runs", lambda paths: read.append(paths) or read_runs(paths))
     evaluation.summary("cpu", listed.slices("cpu"), place)
     assert len(read) == 1
 
@@ -873,10 +875,10 @@ def measured(tmp_path):
 
 def test_the_report_has_goals_and_figures_of_every_run(measured):
     from benchmarks import evaluation_figures
-    from benchmarks.paper import evaluation_goals, evaluation_slices
+    from benchmarks.paper import evaluation_slices
 
     assert evaluation_figures.folders(measured.parents[2]) == [measured]
-    runs = evaluation_goals.runs_in(evaluation_slices.slices("cpu"), measured)
+    runs = results.read_evaluation(evaluation_slices.slices("cpu"), measured)
     lines = list(evaluation_figures.report(measured, runs))
     shown = "\n".join(lines)
     assert "| cifar: S 1.8x P0 | met | 2.000x (95%" in shown
