@@ -36,11 +36,7 @@ class Net:
 
 
 def net_speedup(throughput_gain: float, recompute_overhead: float) -> float:
-    """Return `throughput_gain / (1 + recompute_overhead)` [21].
-
-    Args:
-        throughput_gain: throughput of a step without recomputation, relative to the reference.
-        recompute_overhead: recomputation time as a fraction of that step.
+    """Return `throughput_gain / (1 + recompute_overhead)`, both relative to a step without recomputation [21].
 
     Raises:
         ValueGivenError: the gain is not positive, or the overhead is negative.
@@ -51,11 +47,6 @@ def net_speedup(throughput_gain: float, recompute_overhead: float) -> float:
 
 def net_of(reference_s: float, plan_s: float, recompute_s: float) -> Net:
     """Return eq. 21 for measured steps.
-
-    Args:
-        reference_s: seconds of the reference's step.
-        plan_s: seconds of the plan's step.
-        recompute_s: seconds of recomputation in the plan's step.
 
     Raises:
         ValueGivenError: seconds are not positive, or recomputation takes the whole step.
@@ -101,12 +92,7 @@ def doubling_months(speedup: float, cycle_months: float = CYCLE_MONTHS) -> float
 
 
 def unprojected(speedup: Interval, changes: bool) -> str:
-    """Return the reason why a measured speed-up supports no projection, or "".
-
-    Args:
-        speedup: measured speed-up.
-        changes: the plan changes something.
-    """
+    """Return the reason why a measured speed-up supports no projection, or ""."""
     if not changes:
         return "the plan changes nothing, so there is no gain to project"
     if speedup.n < MIN_PAIRS_FOR_VERDICT or not (speedup.low > 0 and math.isfinite(speedup.high)):

@@ -77,14 +77,8 @@ class BatchSizeDecider(Stateful):
             self._average.add(window, age=self.account.windows - self._absorbed_at)
             self._absorbed_at = self.account.windows
         elif self.account.uses == PATIENCE and self.noise is None:
-            self._note(
-                "noise",
-                {
-                    "known": False,
-                    "code": "noise.unknown",
-                    "reason": f"the noise scale is unknown after {PATIENCE} measured steps",
-                },
-            )
+            reason = f"the noise scale is unknown after {PATIENCE} measured steps"
+            self._note("noise", {"known": False, "code": "noise.unknown", "reason": reason})
         if not math.isnan(sum(sample_s)):  # A rank that waits for another includes the wait in its fixed part.
             self.times.add(max(sample_s), min(fixed_s))
         if told := [both for both in zip(window_s, spent_s, strict=True) if not math.isnan(both[0])]:
@@ -96,29 +90,24 @@ class BatchSizeDecider(Stateful):
         decision = decide(self._rule, standing)
         if decision.k == self.k:
             return
-        figures = {
-            "from": self.k,
-            "to": decision.k,
-            "wanted": decision.wanted,
-            "code": decision.code,
-            "reason": decision.reason,
-        }
         known = asdict(standing.noise) if standing.noise else {}
         known |= asdict(standing.times) if standing.times else {}
-        self._note("k", figures | known)
+        self._note_k(decision.k, decision.code, decision.reason, wanted=decision.wanted, **known)
         self.k = decision.k
 
     def repeat(self, k: int) -> None:
         """Set the k that was decided before the run was interrupted."""
         if k != self.k:
-            reason = "decided before the run was interrupted"
-            self._note("k", {"from": self.k, "to": k, "wanted": None, "code": "k.resumed", "reason": reason})
+            self._note_k(k, "k.resumed", "decided before the run was interrupted")
             self.k = k
 
     def hold(self, reason: str) -> None:
         """Log the reason why k stays without a decision."""
-        text = f"unchanged: {reason}"
-        self._note("k", {"from": self.k, "to": self.k, "wanted": None, "code": "k.held", "reason": text})
+        self._note_k(self.k, "k.held", f"unchanged: {reason}")
+
+    def _note_k(self, k: int, code: str, reason: str, *, before: int | None = None, **more: Any) -> None:
+        figures = {"from": before or self.k, "to": k, "wanted": None, "code": code, "reason": reason}
+        self._note("k", figures | more)
 
     def review(self) -> None:
         """Pause measuring if it costs more than the best k would save."""
@@ -133,10 +122,7 @@ class BatchSizeDecider(Stateful):
             self.times.forget()
 
     def _prospect(self) -> float:
-        """Return the saving that the best k may reach by the end of a pause.
-
-        Noise grows at most in proportion to the length of the run.
-        """
+        """Return the saving of the best k by the end of a pause: noise grows at most with the length of the run."""
         standing, account = self.standing, self.account
         if standing.noise is None or not account.windows:
             return 0.0
@@ -184,20 +170,14 @@ class BatchSizeDecider(Stateful):
     def _continue_with(self, batches: int, base: int) -> None:
         """Resume with the number of loader batches per step from a checkpoint, limited by `k_max`.
 
-        If the resumed run splits loader batches into smaller micro-batches than the saved run, the same number of
-        loader batches has a larger k, and `k_max` may allow fewer of them; the reduction is recorded.
-
-        Args:
-            batches: loader batches per step in the checkpoint.
-            base: loader batches per step at the start of the saved run.
+        If this run splits loader batches into smaller micro-batches than the saved run, `k_max` may allow fewer batches.
         """
         self.k, self._base_k = (min(n * self._unit, largest_k(self._rule, self._unit)) for n in (batches, base))
         if self.num_batches != batches:
-            before = batches * self._unit
             why = (
                 f"k_max={self._rule.k_max} allows {self.num_batches} of the {batches} loader batches of the checkpoint"
             )
-            self._note("k", {"from": before, "to": self.k, "wanted": None, "code": "k.limited", "reason": why})
+            self._note_k(self.k, "k.limited", why, before=batches * self._unit)
 
     def _parts(self) -> dict[str, Any]:
         return {"noise": self._average, "times": self.times, "account": self.account}

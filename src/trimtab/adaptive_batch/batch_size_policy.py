@@ -137,10 +137,7 @@ def decide(rule: BatchRule, standing: PolicyInput) -> BatchSizeDecision:
 
 
 def _decide_in_doubt(rule: BatchRule, standing: PolicyInput, doubt: Note) -> BatchSizeDecision:
-    """Move k only in the direction on which all plausible noise scales agree.
-
-    A gradient lost in noise is the main case for a large k, so an imprecise norm must not hold k.
-    """
+    """Move k only in the direction on which all plausible noise scales agree: gradients lost in noise need a large k."""
     assert standing.noise is not None
     policy = _POLICIES[rule.policy]
     k, wanted, reason = policy(rule, replace(standing, noise=standing.noise.at_least()))
@@ -160,12 +157,9 @@ def largest_k(rule: BatchRule, unit: int) -> int:
 
 
 def throughput_per_memory(trials: Mapping[int, tuple[float, float]]) -> int:
-    """Return argmax_k throughput(k) / memory(k) at one effective batch size (paper eq. 9, exactly).
+    """Return argmax_k throughput(k) / memory(k), of k -> (samples or tokens per second, peak bytes); ties: the least k.
 
-    Ties go to the least k.
-
-    Args:
-        trials: k -> (samples or tokens per second, peak bytes).
+    Source: paper eq. 9, exactly, at one effective batch size.
     """
     return max(sorted(trials), key=lambda k: trials[k][0] / trials[k][1])
 
@@ -251,16 +245,15 @@ def _goodput(rule: BatchRule, standing: PolicyInput) -> tuple[int, float, str]:
     noise, times = standing.noise, standing.times
     assert noise is not None
     assert times is not None
-    scale = noise.scale
+    scale, unit, most = noise.scale, standing.unit, largest_k(rule, standing.unit)
 
     def cost(k: int) -> float:
         return standing.relative_time(k, scale)
 
     rows = standing.micro_batch_samples * standing.num_ranks
     wanted = goodput_k(scale, rows, times, normalises=standing.normalises)
-    unit = standing.unit
-    below = max(unit, math.floor(min(wanted, largest_k(rule, standing.unit)) / unit) * unit)
-    best = min((below, min(below + unit, largest_k(rule, standing.unit))), key=cost)
+    below = max(unit, math.floor(min(wanted, most) / unit) * unit)
+    best = min((below, min(below + unit, most)), key=cost)
     # The gain is measured at the final k, because each step on the way may gain less than the hysteresis.
     gain = cost(standing.k) / cost(best) - 1
     k = _stepped(best, standing) if gain > HYSTERESIS else standing.k

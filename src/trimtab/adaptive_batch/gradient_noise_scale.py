@@ -111,14 +111,7 @@ def partial_sum_weights(rows: Sequence[float]) -> tuple[list[float], list[float]
 
 
 def found_by(trace: float, norm2: float, num: float, rows: float) -> WindowNoise | None:
-    """Return the estimates, or None if they are non-finite.
-
-    Args:
-        trace: S.
-        norm2: G2.
-        num: number of micro-batches.
-        rows: samples of all micro-batches.
-    """
+    """Return the estimates, or None if they are non-finite."""
     if not (math.isfinite(trace) and math.isfinite(norm2)):
         return None
     return WindowNoise(trace, norm2, num, rows)
@@ -152,7 +145,6 @@ class NoiseAverage(Stateful):
         """Add the estimates of a step.
 
         Args:
-            window: estimates.
             age: steps since the last measured step.
         """
         age = max(age, 1) if self.num_windows else 1

@@ -1,4 +1,4 @@
-"""Probe steps: steps with more or split loader batches, to measure gradient noise or the time of a loader batch."""
+"""Overhead budget of run-time techniques, and probe steps: larger or split steps that measure noise or batch times."""
 
 from __future__ import annotations
 
@@ -12,8 +12,6 @@ from trimtab.adaptive_batch.step_time_model import WindowTimes
 from trimtab.core import validation
 from trimtab.core.batch_rule import BatchRule
 from trimtab.core.stateful import Load, Stateful, require_keys
-
-# Overhead budget: measures a run-time technique's cost and benefit, and pauses a technique that does not pay.
 
 # LIMIT is the fraction of step time that measuring may take. At the start of a run, where nothing is known yet, EARLY
 # of the step time is allowed in addition, up to the time of ALLOWANCE steps.
@@ -105,12 +103,7 @@ class OverheadBudget(Stateful):
         return self.price * self.uses / self.windows if self.windows else 0.0
 
     def charge(self, window_s: float, spent_s: float) -> None:
-        """Record the cost of a use.
-
-        Args:
-            window_s: seconds of the whole step.
-            spent_s: seconds spent on the technique.
-        """
+        """Record the cost of a use."""
         self.uses += 1
         self.untold += 1
         self.used_s += window_s
@@ -279,12 +272,7 @@ class ProbeSelection(Stateful):
         return self._account.is_due(sparse=_LARGER if are_larger and not is_early else 0)
 
     def explored(self, asked: int, decided: int) -> None:
-        """Record an exploring step, and compute the time of the next.
-
-        Args:
-            asked: loader batches of the exploring step.
-            decided: chosen number of loader batches.
-        """
+        """Record an exploring step, and compute the time of the next."""
         self._explored = asked
         wait = (asked / decided - 1) / (_EXPLORING * max(self._could_save, _WORTH_EXPLORING))
         self._explores_at = self._account.windows + math.ceil(wait)

@@ -1,4 +1,4 @@
-"""Step time model: seconds of a micro-batch and of a step's fixed part, from the steps of a run (math: section 4)."""
+"""Seconds of a micro-batch and of a step's fixed part, and the time to reach a loss by batch size (math: section 4)."""
 
 from __future__ import annotations
 
@@ -12,8 +12,6 @@ from typing import Any
 from trimtab.core import validation
 from trimtab.core.errors import FormatError
 from trimtab.core.stateful import Load, Stateful
-
-# Goodput: time to reach a loss as a function of the batch size (math: section 4).
 
 # Batch sizes, in noise scales, at which a loss takes twice the samples with a learning rate proportional to the batch,
 # and sqrt(2) times with a square-root rule; measured (docs/math.md, section 4).
@@ -39,10 +37,6 @@ def rows_needed(scales: float, *, normalises: bool) -> float:
     times as large, as if the learning rate were scaled by a. At the optimal learning rate, progress does not change to
     first order in x. Far beyond the noise scale, the number of steps counts, not of samples. sqrt(1 + (x / 1.5)^2)
     joins both limits and lies between the measurements.
-
-    Args:
-        scales: x, batch size in noise scales.
-        normalises: the optimizer divides gradients by their size.
     """
     return math.hypot(1.0, scales / BENT) if normalises else 1 + scales / DOUBLED
 
@@ -54,11 +48,7 @@ def relative_time(k: float, noise_scale: float, rows: float, times: StepTimes, *
     number of steps is proportional to 1 / k.
 
     Args:
-        k: micro-batches per step and rank.
-        noise_scale: N in samples.
         rows: r, samples of a micro-batch over all ranks.
-        times: step time model.
-        normalises: the optimizer divides gradients by their size.
     """
     per_window = k * times.micro_s + times.fixed_s
     if math.isinf(noise_scale):
@@ -156,11 +146,7 @@ class WindowTimes(Stateful):
         return self.is_known and self._since_loaded is None
 
     def times(self, micro_batch_samples: float) -> StepTimes | None:
-        """Return the times for a micro-batch size; None while too few steps were added.
-
-        Args:
-            micro_batch_samples: samples per micro-batch.
-        """
+        """Return the times for a micro-batch size; None while too few steps were added."""
         if not self.is_known:
             return None
         return StepTimes(statistics.median(self._sample_s) * micro_batch_samples, statistics.median(self._fixed_s))

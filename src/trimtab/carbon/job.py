@@ -176,11 +176,6 @@ class RemainingWork:
 def step_seconds(plan: Plan | None, steps: int, takes_s: float | None) -> tuple[float, str]:
     """Return the seconds per step and their source: the given run time, else the plan's figures.
 
-    Args:
-        plan: plan with measured or predicted step time.
-        steps: steps of the whole run.
-        takes_s: given seconds of the whole run.
-
     Raises:
         ValueGivenError: neither source has a time.
     """
@@ -201,11 +196,6 @@ def step_seconds(plan: Plan | None, steps: int, takes_s: float | None) -> tuple[
 
 def power_of(plan: Plan | None, watts: float | None, idle_watts: float | None) -> MachinePower:
     """Return the power for emissions: as given, else from the plan's meter, else 1 kW.
-
-    Args:
-        plan: plan with an energy measurement.
-        watts: given power while training; None if not given.
-        idle_watts: given power while waiting; None if not given.
 
     Raises:
         ValueGivenError: `idle_watts` is given, but the power while training is unknown.

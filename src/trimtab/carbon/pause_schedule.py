@@ -147,7 +147,6 @@ def best_stretches(hours: IntensitySteps, job: TrainingJob) -> tuple[TrainingPer
 
     Args:
         hours: intensity from now to the deadline, or to the end of the forecast.
-        job: training job.
     """
     if job.pause is None:
         return None
@@ -182,8 +181,6 @@ def _forwards(hours: IntensitySteps, job: TrainingJob) -> TimeAxisPass:
 
 
 def _backwards(walk: TimeAxisPass) -> TimeAxisPass:
-    """Return the time axis reversed: begins become ends and ends become begins."""
-
     def turned(cost: Moments, sign: int = 1) -> Moments:
         return lambda point: sign * cost(-point)
 
@@ -204,16 +201,11 @@ def _nothing(_: int) -> float:
 
 
 def _walked(walk: TimeAxisPass, work: int, least: int, gap: int) -> tuple[float, PastPeriods] | None:
-    """Return the least cost and the periods of the cheapest schedule; None if the work does not fit.
+    """Return the least cost and the periods of the cheapest schedule; None if `work` microseconds do not fit.
 
     Training states are stored under work done minus the current point, and paused states under work done; neither key
     changes with time. Costs are stored minus the cost of training or idling up to the point, so a state is stored once.
-
-    Args:
-        walk: time axis.
-        work: microseconds of training.
-        least: least microseconds of a period.
-        gap: least microseconds of a pause.
+    Periods take at least `least` microseconds, and pauses `gap`.
     """
     best: tuple[float, PastPeriods] | None = None
     training: dict[int, PartialSchedule] = {}
@@ -247,7 +239,6 @@ def _walked(walk: TimeAxisPass, work: int, least: int, gap: int) -> tuple[float,
 
 
 def _keep(ways: dict[int, PartialSchedule], found: list[tuple[int, PartialSchedule]]) -> None:
-    """Store every partial schedule that is cheaper than the stored one."""
     for key, way in found:
         if key not in ways or way.cost < ways[key].cost:
             ways[key] = way
@@ -297,10 +288,6 @@ def downsides(
     """Return the downside if yesterday repeats (omitted if the trace lacks that day), then the worst case.
 
     Args:
-        taken: draws of the schedule.
-        at_once: draws of starting now.
-        forecast: carbon intensity.
-        now_s: time of the decision, in seconds since 1970.
         end_s: end of the time considered in the forecast.
     """
     found = []
@@ -331,8 +318,7 @@ def repeated_day(forecast: Intensity, now_s: float, until_s: float) -> Intensity
 def _worst(taken: Sequence[PowerDraw], at_once: Sequence[PowerDraw], levels: Sequence[float]) -> Downside:
     """Return the worst case for the schedule if every hour has some intensity of the forecast's range.
 
-    Hours with a higher draw than starting now have the highest intensity, and the remaining hours the lowest. An hour
-    used by both has the same intensity for both.
+    Hours with a higher draw than starting now have the highest intensity, and the remaining hours the lowest.
     """
     cuts = sorted({moment for draw in (*taken, *at_once) for moment in draw[:2]})
     grams, start_now_g = [], []
@@ -435,7 +421,6 @@ def when_to_train(
 
     Args:
         forecast: carbon intensity; None if unavailable. Hours beyond the forecast are never used.
-        job: training job.
         now_s: current time, in seconds since 1970.
         deadline_s: deadline, in seconds since 1970.
         least_saving: fraction; 0: any saving above rounding counts.
@@ -468,7 +453,6 @@ def when_to_train(
 def _least(
     plain: CarbonSchedule, forecast: Intensity, job: TrainingJob, end_s: float, deadline_s: float, least: float
 ) -> CarbonSchedule:
-    """Return the best of starting now, later, and in several periods, with each worth its extra delay."""
     hours = hours_of(forecast, plain.now_s, end_s)
     start_now_g = best_g = most_g = plain.grams or 0.0
     best = plain.stretches
@@ -495,10 +479,7 @@ def _least(
 
 
 def _delayed(hours: IntensitySteps, job: TrainingJob) -> tuple[TrainingPeriod, ...]:
-    """Return the single training period of least emissions; the earliest of equal ones.
-
-    Emissions are linear in the begin while neither end crosses a step, so the minimum is at a step.
-    """
+    """Return the single period of least emissions, at a step of the forecast; the earliest of equal ones."""
     work, end = microseconds(job.seconds), hours.points[-1]
     begins = {point - shift for point in hours.points for shift in (0, work)} | {0}
     best, best_cost = 0, job.watts * hours.total(work)

@@ -1,4 +1,4 @@
-"""Carbon intensity forecasts of public web services, over https.
+"""Carbon intensity forecasts: constants, files, and public web services over https.
 
 Expected answers, all in JSON with ISO 8601 times:
 
@@ -11,7 +11,7 @@ Expected answers, all in JSON with ISO 8601 times:
         GET /v3/forecast                       meta: units, signal_type, region; data[]: point_time, value in lb/MWh
 
 The formats are from public documents and were not tried with the live services; tests use a local server. Answers in
-another format are refused. A null value is a missing hour.
+another format are refused. A null value is a missing hour. Error messages contain no secrets.
 """
 
 from __future__ import annotations
@@ -36,8 +36,6 @@ from trimtab.core.errors import DataMissingError, FormatError, TrimtabError, Val
 from trimtab.core.files import CSV_BYTES, read_bytes
 from trimtab.core.units import format_moment, time_of
 
-# JSON from a public web service: https only, with time and size limits, and no secrets in error messages.
-
 TIMEOUT_S = 5.0
 MOST_BYTES = 2**20
 LOOPBACK = ("127.0.0.1", "::1", "localhost")  # This machine, for which http discloses nothing.
@@ -55,8 +53,6 @@ def json_of(url: str, headers: Mapping[str, str], timeout_s: float = TIMEOUT_S) 
     """Return the JSON answer of a service.
 
     Args:
-        url: address, https except for this machine.
-        headers: request headers.
         timeout_s: limit in seconds of each wait, and of the whole body. Excludes name resolution, which has a system
             limit.
 
@@ -153,13 +149,10 @@ def _once(pairs: list[tuple[str, object]]) -> dict[str, object]:
     return found
 
 
-def _unfit(problem: str, code: str) -> FormatError:
+def _unfit(problem: str, code: str = "intensity.format_differs") -> FormatError:
     return FormatError("intensity", problem=problem, hint=HINT, code=code)
 
 
-# Sources of carbon intensity forecasts: constants and files; see `carbon_services` for web services.
-
-MOST_FILE_BYTES = CSV_BYTES
 LITTLE_S = 1e-3  # Tolerance for equal times, in seconds.
 
 
@@ -217,7 +210,7 @@ class CsvIntensity:
     def forecast(self, now_s: float) -> Intensity:
         """Return the file's forecast around `now_s`."""
         try:
-            text = read_bytes(Path(self.path), "a CSV file in UTF-8", limit=MOST_FILE_BYTES).decode("utf-8-sig")
+            text = read_bytes(Path(self.path), "a CSV file in UTF-8", limit=CSV_BYTES).decode("utf-8-sig")
         except UnicodeDecodeError:
             raise FormatError(
                 "carbon",
@@ -259,7 +252,6 @@ def forecast_or_reason(source: IntensitySource, now_s: float | None = None) -> t
     """Return a forecast and "", or None and the reason; never raises.
 
     Args:
-        source: the source.
         now_s: seconds since 1970; None for the current time.
     """
     try:
@@ -271,20 +263,19 @@ def forecast_or_reason(source: IntensitySource, now_s: float | None = None) -> t
     return None, f"no carbon intensity forecast from {_name(source)}. {why}"
 
 
-def known_around(now_s: float, kind: str, steps: Iterable[tuple[float, float]], period_s: float) -> Intensity:
+def known_around(now_s: float, kind: str, steps: Iterable[tuple[float, float | None]], period_s: float) -> Intensity:
     """Return the part of a forecast without gaps that includes `now_s`.
 
     Args:
         now_s: seconds since 1970.
-        kind: "average" or "marginal".
-        steps: (seconds since 1970, grams per kWh), in order.
+        steps: (seconds since 1970, grams per kWh or None if missing), in order.
         period_s: length of a step in seconds.
 
     Raises:
         DataMissingError: the forecast does not include `now_s`.
         ValueGivenError: a step is invalid, or steps are out of order.
     """
-    found = list(steps)
+    found = [(begin_s, per_kwh) for begin_s, per_kwh in steps if per_kwh is not None]
     if not found:
         raise forecast_error("The forecast is empty.", "intensity.empty")
     whole = Intensity(kind, tuple(found), found[-1][0] + period_s)  # Validates all steps before they are selected.
@@ -328,8 +319,8 @@ class GreatBritain:
             steps.append((begin_s, _number(_inner(row, "intensity"), "forecast")))
         period_s = min(periods_s, default=0.0)
         if periods_s and not 0 < period_s == max(periods_s):
-            raise _unfit("The periods of the forecast have different lengths.", "intensity.format_differs")
-        return known_around(now_s, self.kind, _known(steps), period_s)
+            raise _unfit("The periods of the forecast have different lengths.")
+        return known_around(now_s, self.kind, steps, period_s)
 
 
 @dataclass(frozen=True)
@@ -357,10 +348,10 @@ class ElectricityMaps:
         url = f"{self.base_url}/v3/carbon-intensity/forecast?{urlencode({'zone': self.zone})}"
         answer = json_of(url, {"auth-token": _secret("ELECTRICITYMAPS_TOKEN")}, self.timeout_s)
         if _text(_mapping(answer), "zone") != self.zone:
-            raise _unfit(f"The answer is not for the zone {self.zone}.", "intensity.format_differs")
+            raise _unfit(f"The answer is not for the zone {self.zone}.")
         rows = _rows(answer, "forecast")
         steps = [(_time(row, "datetime"), _number(row, "carbonIntensity")) for row in rows]
-        return known_around(now_s, self.kind, _known(steps), _period_s(steps))
+        return known_around(now_s, self.kind, steps, _period_s(steps))
 
 
 @dataclass(frozen=True)
@@ -399,12 +390,12 @@ class WattTime:
         meta = _inner(_mapping(answer), "meta")
         for name, expected in (("units", "lbs_co2_per_mwh"), ("signal_type", "co2_moer"), ("region", self.region)):
             if _text(meta, name) != expected:
-                raise _unfit(f"The field meta.{name} of the answer is not {expected}.", "intensity.format_differs")
+                raise _unfit(f"The field meta.{name} of the answer is not {expected}.")
         steps = []
         for row in _rows(answer, "data"):
             pounds = _number(row, "value")
             steps.append((_time(row, "point_time"), None if pounds is None else pounds * G_PER_KWH_OF_LB_PER_MWH))
-        return known_around(now_s, self.kind, _known(steps), _period_s(steps))
+        return known_around(now_s, self.kind, steps, _period_s(steps))
 
 
 def source_named(given: str, kind: str | None) -> IntensitySource:
@@ -461,25 +452,17 @@ def _secret(name: str) -> str:
     return found
 
 
-def _known(steps: list[tuple[float, float | None]]) -> list[tuple[float, float]]:
-    return [(begin_s, per_kwh) for begin_s, per_kwh in steps if per_kwh is not None]
-
-
 def _period_s(steps: list[tuple[float, float | None]]) -> float:
     """Return the length of a step in seconds, from the smallest distance of two times."""
     between = [after[0] - before[0] for before, after in itertools.pairwise(steps)]
     if not between or not min(between) > 0:
-        raise _unfit(
-            "The forecast has fewer than two times, or its times are out of order.", "intensity.format_differs"
-        )
+        raise _unfit("The forecast has fewer than two times, or its times are out of order.")
     return min(between)
 
 
 def _mapping(value: object) -> Mapping[str, object]:
     if not isinstance(value, dict):
-        raise _unfit(
-            f"The answer contains a {type(value).__name__} in place of a JSON object.", "intensity.format_differs"
-        )
+        raise _unfit(f"The answer contains a {type(value).__name__} in place of a JSON object.")
     return value
 
 
@@ -490,14 +473,14 @@ def _inner(row: Mapping[str, object], name: str) -> Mapping[str, object]:
 def _rows(answer: object, name: str) -> list[Mapping[str, object]]:
     rows = _mapping(answer).get(name)
     if not isinstance(rows, list):
-        raise _unfit(f"The answer has no list {name}.", "intensity.format_differs")
+        raise _unfit(f"The answer has no list {name}.")
     return [_mapping(row) for row in rows]
 
 
 def _text(row: Mapping[str, object], name: str) -> str:
     found = row.get(name)
     if not isinstance(found, str):
-        raise _unfit(f"The answer has no text field {name}.", "intensity.format_differs")
+        raise _unfit(f"The answer has no text field {name}.")
     return found
 
 
@@ -506,9 +489,7 @@ def _time(row: Mapping[str, object], name: str) -> float:
     try:
         return time_of(text)
     except ValueError:
-        raise _unfit(
-            f"The field {name} of the answer is not an ISO 8601 time with a UTC offset.", "intensity.format_differs"
-        ) from None
+        raise _unfit(f"The field {name} of the answer is not an ISO 8601 time with a UTC offset.") from None
 
 
 def _number(row: Mapping[str, object], name: str) -> float | None:
@@ -517,7 +498,5 @@ def _number(row: Mapping[str, object], name: str) -> float | None:
     if found is None:
         return None
     if isinstance(found, bool) or not isinstance(found, int | float) or not 0 <= found <= MOST_G:
-        raise _unfit(
-            f"The field {name} of the answer is not a number from 0 to {MOST_G:g}.", "intensity.format_differs"
-        )
+        raise _unfit(f"The field {name} of the answer is not a number from 0 to {MOST_G:g}.")
     return float(found)

@@ -1,4 +1,4 @@
-"""Adaptive batch size (`adapt="batch"`): policy for the number of micro-batches per window (math: section 4)."""
+"""Adaptive batch size (`adapt="batch"`, math: section 4) and learning-rate schedules (section 5)."""
 
 from __future__ import annotations
 
@@ -21,8 +21,6 @@ def warmup_cosine(progress: float, warmup: float = WARMUP_FRACTION, final: float
     Args:
         progress: samples consumed *after* this window over samples planned, so that the first step has a non-zero
             rate; clamped to [0, 1].
-        warmup: fraction of the run for the warm-up.
-        final: factor at the end.
 
     Source: paper eq. 10, indexed by progress because the number of steps is unknown when k adapts.
     """

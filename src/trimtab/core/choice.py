@@ -1,6 +1,6 @@
-"""One choice of a plan, its numerical effect, and the rejected alternatives.
+"""Choices of a plan, their numerical effects, proofs and costs.
 
-Numerical effects: *exact* keeps results bitwise equal; *rounding* changes rounding only; *dynamics* changes the
+Numerical effects: *bitwise* keeps results equal bit by bit; *rounding* changes rounding only; *training* changes the
 training.
 """
 
@@ -10,8 +10,6 @@ import enum
 from dataclasses import dataclass
 
 from trimtab.core.errors import FormatError, ValueGivenError
-
-# Sentences of a plan with a stable code: notes, advice and reasons.
 
 
 @dataclass(frozen=True)
@@ -30,8 +28,7 @@ class Note:
         return self.text
 
 
-# Execution modes of a model: eager or compiled, each also as CUDA graphs.
-
+# Execution modes of a model, in addition to eager (False) and compiled (True).
 CUDA_GRAPHS, COMPILED_GRAPHS = "cuda_graphs", "compiled_cuda_graphs"
 GRAPHS = (CUDA_GRAPHS, COMPILED_GRAPHS)
 Compiled = bool | str

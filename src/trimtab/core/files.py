@@ -1,4 +1,4 @@
-"""Append-only files that contain whole lines only, even if the disk is full."""
+"""Files: locks, bounded reading, and writing that leaves whole lines or whole files only, even if the disk is full."""
 
 from __future__ import annotations
 
@@ -17,8 +17,6 @@ from typing import BinaryIO
 
 from trimtab.core.errors import FormatError, InUseError, SaveError
 from trimtab.core.units import format_bytes
-
-# Advisory locks on outputs, against two runs that write at the same time.
 
 _HELD = (errno.EAGAIN, errno.EACCES)
 _LOCKS = Path("/proc/locks")
@@ -105,8 +103,6 @@ def in_use(path: Path, pid: int | None, holder: str = "") -> InUseError:
     return error
 
 
-# Bounded reading of files that a user names: regular files only, up to a size limit per kind.
-
 # Size limits per kind of file: about a hundred times the largest file that trimtab writes.
 JSON_BYTES = 2**27  # A plan, profile, result or state of a command.
 SMALL_JSON_BYTES = 2**24  # The settings of a command.
@@ -119,10 +115,6 @@ DATA_BYTES = 2**34  # A file of a data set.
 
 def open_regular(path: str | Path, expected: str, *, limit: int) -> BinaryIO:
     """Open a regular file for reading bytes.
-
-    Args:
-        expected: description of the expected content, for the error.
-        limit: largest size in bytes.
 
     Raises:
         FormatError: the file cannot be opened (code "file.unreadable"), is a folder, pipe, device or socket

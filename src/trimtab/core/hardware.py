@@ -1,4 +1,4 @@
-"""Devices and their published peak performance. Unknown figures are None."""
+"""Devices and interconnects with their published performance. Unknown figures are None."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ from dataclasses import dataclass, field
 
 from trimtab.core import validation
 from trimtab.core.errors import ValueGivenError
-
-# Interconnect between ranks: latency and bandwidth of a ring hop, measured or published.
 
 
 @dataclass(frozen=True)
@@ -87,8 +85,6 @@ _PRODUCTS_WITHOUT_NVLINK = frozenset({"PCIE", "NVL", "MIG"})
 def absent_link(name: str, device_name: str = "") -> Link:
     """Return a known link by name: "nvlink" (that of the device), "ib", "ethernet", or a full name such as "ib:HDR".
 
-    The link need not exist on this machine.
-
     Raises:
         ValueGivenError: the link is not in `LINKS`, or the NVLink of the device is unknown.
     """
@@ -124,11 +120,6 @@ def over_nodes(inside: Link, between: Link, ranks_of_node: int) -> Link:
     Each ring enters and leaves a node once, and passes through the node's ranks over the inner link. The total
     bandwidth is therefore the smaller of the node's ports together and the inner link, and one hop per node has the
     network's latency.
-
-    Args:
-        inside: link between the ranks of a node.
-        between: network link of a rank's port.
-        ranks_of_node: ranks, and ports, per node.
 
     Raises:
         ValueGivenError: a node has no ranks.

@@ -1,4 +1,4 @@
-"""Peak memory of a step as a function of the micro-batch size."""
+"""Memory of a step as a function of the micro-batch size, and its operators, from traces at two sizes."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from itertools import accumulate, groupby, takewhile
 
 from trimtab.core.errors import ValueGivenError
-
-# Alignment of two memory traces of a step at different batch sizes.
+from trimtab.core.objective import PRECISIONS
 
 
 def common_ends(one: Sequence[object], other: Sequence[object]) -> tuple[int, int]:
@@ -47,12 +46,11 @@ def aligned_peaks(
 def _in_step(
     few: Sequence[int], many: Sequence[int], few_kinds: Sequence[int], many_kinds: Sequence[int]
 ) -> tuple[list[int], list[int]]:
-    """Return the values at moments with equal counts; a span with unequal counts becomes its maximum.
+    """Return the values at moments with equal counts; other spans become their maximum, neighbours included.
 
-    The maximum includes the neighbouring moments: if two releases surround an allocation in a different order, the
-    peak of one trace lies where the counts agree. Only counts are compared, so a different order with the same counts
-    is not detected. A maximum over different moments is not linear in the batch size, and an extrapolation below both
-    sizes is too low.
+    Neighbours count because an allocation between two releases in different order has its peak there. Only counts are
+    compared. A maximum over different moments is not linear in the batch size, so an extrapolation below both sizes is
+    too low.
     """
     is_same = [one == other for one, other in zip(accumulate(few_kinds), accumulate(many_kinds), strict=True)]
     ours, theirs = list[int](), list[int]()
@@ -64,9 +62,6 @@ def _in_step(
     return ours, theirs
 
 
-# Operators of a step with FLOP and bytes moved, to predict their time on a target device.
-
-PRECISIONS = ("fp32", "tf32", "bf16", "fp16")
 Line = tuple[float, float]  # (value at zero samples, increase per sample).
 
 
@@ -104,19 +99,14 @@ def operations(few: Sequence[Seen], many: Sequence[Seen], rows: tuple[int, int])
     A part that repeats more often at either size, such as a chunked loss, is summed to a single operator per
     precision.
     """
-    fewer, more = rows
     if len(few) != len(many):
         begin, end = common_ends(*([(kind, flops > 0) for kind, flops, _ in seen] for seen in (few, many)))
         few, many = (
             [*seen[:begin], *_summed(seen[begin : len(seen) - end]), *seen[len(seen) - end :]] for seen in (few, many)
         )
 
-    def line(a: float, b: float) -> Line:
-        slope = (b - a) / (more - fewer)
-        return a - fewer * slope, slope
-
     found: Counter[tuple[str, Line, Line]] = Counter(
-        (a[0], line(a[1], b[1]), line(a[2], b[2])) for a, b in zip(few, many, strict=True)
+        (a[0], _line(a[1], b[1], rows), _line(a[2], b[2], rows)) for a, b in zip(few, many, strict=True)
     )
     return tuple(Operation(*each, count) for each, count in found.items())
 
@@ -128,8 +118,6 @@ def _summed(seen: Sequence[Seen]) -> list[Seen]:
         for kind in PRECISIONS
     ]
 
-
-# Memory of an optimizer step over time, by kind of tensor.
 
 # Transients are neither saved for backward nor gradients: intermediate results, and operator workspaces as far as
 # they are visible.
@@ -191,9 +179,6 @@ class StepMemory:
         return self.peak.total_bytes
 
 
-MemoryLine = tuple[float, float]  # (bytes at zero samples, bytes per sample).
-
-
 @dataclass(frozen=True)
 class PeakMemoryModel:
     """Peak memory as the upper envelope of lines: at every moment, the bytes held are linear in the samples.
@@ -203,7 +188,7 @@ class PeakMemoryModel:
             size.
     """
 
-    lines: tuple[MemoryLine, ...]
+    lines: tuple[Line, ...]
 
     @classmethod
     def through(cls, few: Iterable[float], many: Iterable[float], rows: tuple[int, int]) -> PeakMemoryModel:
@@ -220,7 +205,7 @@ class PeakMemoryModel:
         if not 0 < fewer < more:
             raise ValueGivenError("rows", got=str(rows), expected="two positive numbers of samples in ascending order")
         try:
-            found = {_line(a, b, fewer, more) for a, b in zip(few, many, strict=True)}
+            found = {_line(a, b, rows) for a, b in zip(few, many, strict=True)}
         except ValueError:
             given, expected = "different numbers of moments", "the same number of moments at both batch sizes"
             raise ValueGivenError("moments", got=given, expected=expected) from None
@@ -239,14 +224,16 @@ class PeakMemoryModel:
         return math.ceil(most)
 
 
-def _line(few: float, many: float, fewer: int, more: int) -> MemoryLine:
+def _line(few: float, many: float, rows: tuple[int, int]) -> Line:
+    """Return the line through two values, at the smaller and the larger size."""
+    fewer, more = rows
     slope = (many - few) / (more - fewer)
     return few - fewer * slope, slope
 
 
-def _envelope(lines: Iterable[MemoryLine]) -> tuple[MemoryLine, ...]:
+def _envelope(lines: Iterable[Line]) -> tuple[Line, ...]:
     """Return the lines that are highest for some positive batch size, by rising slope."""
-    kept: list[MemoryLine] = []
+    kept: list[Line] = []
     for base, slope in sorted(lines, key=lambda line: (line[1], line[0])):
         while kept and (base >= kept[-1][0] or (len(kept) > 1 and _is_below(kept[-2], kept[-1], (base, slope)))):
             kept.pop()
@@ -254,7 +241,7 @@ def _envelope(lines: Iterable[MemoryLine]) -> tuple[MemoryLine, ...]:
     return tuple(kept)
 
 
-def _is_below(flatter: MemoryLine, middle: MemoryLine, steeper: MemoryLine) -> bool:
+def _is_below(flatter: Line, middle: Line, steeper: Line) -> bool:
     """Return True if the middle of three lines is nowhere the highest."""
     (a, p), (b, q), (c, r) = flatter, middle, steeper
     return (a - c) * (q - p) <= (a - b) * (r - p)

@@ -46,16 +46,11 @@ class Objective:
 
     def __post_init__(self) -> None:
         weights = {f.name: validation.number(f.name, getattr(self, f.name), low=0) for f in dataclasses.fields(self)}
-        largest = max(weights.values())
-        if largest == 0:
+        shares = validation.shares(tuple(weights.values()))
+        if shares is None:
             raise ValueGivenError("objective", got=f"weights {weights}", expected="at least one positive weight")
-        # At most 1 each, so the sum cannot overflow.
-        shares = {name: weight / largest for name, weight in weights.items()}
-        total = math.fsum(shares.values())
-        # Weights that already sum to 1 are kept exactly, so that a JSON round trip changes nothing.
-        settled = abs(total * largest - 1) < 1e-15
-        for name, share in shares.items():
-            object.__setattr__(self, name, weights[name] if settled else share / total)
+        for name, share in zip(weights, shares, strict=True):
+            object.__setattr__(self, name, share)
 
     def without_energy(self) -> Objective:
         """Return the normalised weights of time and memory only, for a machine without a meter.

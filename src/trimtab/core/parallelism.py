@@ -1,16 +1,13 @@
-"""Parallelism of a job and the rank's step, as inputs of the communication model."""
+"""Sharding settings of a plan, and the rank's step as input of the communication model (math: sections 2 and 4)."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from trimtab.core import validation
 from trimtab.core.errors import FormatError, ValueGivenError
-
-# Validation of a plan's sharding settings (math: sections 2 and 4).
 
 ENGINES = ("torch", "deepspeed")
 REDUCE_DTYPES = GATHER_DTYPES = ("fp32", "bf16")
@@ -155,21 +152,14 @@ class StepShape:
         if self.gathered_bytes is not None and len(self.gathered_bytes) != len(self.block_bytes):
             given = f"{len(self.gathered_bytes)} sizes for {len(self.block_bytes)} blocks"
             raise ValueGivenError("step.gathered_bytes", got=given, expected="one size per block")
-        object.__setattr__(self, "block_shares", self._of_one())
-
-    def _of_one(self) -> tuple[float, ...]:
         if not self.block_bytes or len(self.block_shares) != len(self.block_bytes):
             given = f"{len(self.block_shares)} fractions for {len(self.block_bytes)} blocks"
-            raise ValueGivenError(
-                "step.block_shares", got=given, expected="one fraction per block, and at least one block"
-            )
-        shares = [validation.number("step.block_shares", share, low=0) for share in self.block_shares]
-        largest = max(shares)
-        if largest == 0:
-            raise ValueGivenError(
-                "step.block_shares", got="only zeros", expected="a positive fraction for at least one block"
-            )
-        total = math.fsum(share / largest for share in shares)  # At most 1 each, so the sum cannot overflow.
-        # Shares that already sum to 1 are kept exactly, so that a JSON round trip changes nothing.
-        settled = abs(total * largest - 1) < 1e-15
-        return tuple(shares if settled else (share / largest / total for share in shares))
+            expected = "one fraction per block, and at least one block"
+            raise ValueGivenError("step.block_shares", got=given, expected=expected)
+        shares = validation.shares(
+            [validation.number("step.block_shares", share, low=0) for share in self.block_shares]
+        )
+        if shares is None:
+            expected = "a positive fraction for at least one block"
+            raise ValueGivenError("step.block_shares", got="only zeros", expected=expected)
+        object.__setattr__(self, "block_shares", shares)

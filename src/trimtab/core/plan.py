@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 from trimtab.core import validation
 from trimtab.core.batch_rule import BatchRule
@@ -32,8 +33,6 @@ from trimtab.core.objective import ASSUMED_REFERENCE, PRECISIONS, Reference
 from trimtab.core.parallelism import KEPT, check_sharing
 from trimtab.core.recompute_schedule import check_recompute
 from trimtab.core.units import format_bytes, format_seconds
-
-# Predicted cost of a ZeRO stage.
 
 
 @dataclass(frozen=True)
@@ -73,6 +72,12 @@ ALLOCATORS = ("keep", "retain")
 OPTIMIZERS = ("user", "muon")
 SCHEDULES = ("user", "warmup_cosine", "warmup_linear")
 BY_HAND = "plan.by_hand"  # Code of the choices of a plan that was set by hand.
+_BOUNDS: dict[str, dict[str, Any]] = {
+    "dropout": {"low": 0, "high": 1},
+    "weight_decay": {"low": 0},
+    "warmup_fraction": {"low": 0, "high": 0.9},
+    "clip_norm": {"low": 0, "open_low": True},
+}
 UNPROVED_SPLIT = "not proved to keep the gradient of the whole batch"
 
 UNCHANGED = "plan.unchanged"  # Code of the choices that keep the user's value.
@@ -221,14 +226,13 @@ class Plan:
         validation.one_of("plan.allocator", self.allocator.value, ALLOCATORS)
         validation.one_of("plan.optimizer", self.optimizer.value, OPTIMIZERS)
         validation.one_of("plan.schedule", self.schedule.value, SCHEDULES)
-        if self.dropout.value is not None:
-            validation.number("plan.dropout", self.dropout.value, low=0, high=1)
-        if self.weight_decay.value is not None:
-            validation.number("plan.weight_decay", self.weight_decay.value, low=0)
-        self._check_warmup()
         validation.number("plan.learning_rate_scale", self.learning_rate_scale.value, low=0, open_low=True)
-        if self.clip_norm.value is not None:
-            validation.number("plan.clip_norm", self.clip_norm.value, low=0, open_low=True)
+        for name, bounds in _BOUNDS.items():
+            if (number := getattr(self, name).value) is not None:
+                validation.number(f"plan.{name}", number, **bounds)
+        if self.warmup_fraction.value is not None and self.schedule.value == "user":
+            given = f"{self.warmup_fraction.value} with schedule='user'"
+            raise ValueGivenError("plan.warmup_fraction", got=given, expected="None, or another schedule")
         if self.loss_chunk.value is not None:
             validation.integer("plan.loss_chunk", self.loss_chunk.value)
         check_recompute(self.recompute.value, len(self.recompute_blocks))
@@ -254,15 +258,6 @@ class Plan:
         check_compiled(self.compiled.value, num_ranks=self.num_ranks)
         if self.splits and self.check is not None and not self.check.splittable and not self.splits_as_the_loop:
             object.__setattr__(self, "micro_batch", replace(self.micro_batch, effect=Effect.TRAINING))
-
-    def _check_warmup(self) -> None:
-        rises = self.warmup_fraction.value
-        if rises is None:
-            return
-        validation.number("plan.warmup_fraction", rises, low=0, high=0.9)
-        if self.schedule.value == "user":
-            given, expected = f"{rises} with schedule='user'", "None, or another schedule"
-            raise ValueGivenError("plan.warmup_fraction", got=given, expected=expected)
 
     @classmethod
     def fixed(
@@ -388,11 +383,7 @@ class Plan:
         return _explain(self)
 
 
-_TIERS = {"equivalent": "equivalent plan", "tuned": "tuned plan"}
-
-
 def _explain(plan: Plan) -> str:
-    """Return the text of `print(plan)`."""
     lines = [_verdict(plan), "", f"baseline: {plan.reference.describe()} loop, {_rows(plan)} per step"]
     lines.append(
         _cost("baseline, predicted" if plan.target_device else "baseline, measured", plan.baseline, plan.meter)
@@ -431,7 +422,7 @@ def _explain(plan: Plan) -> str:
     if plan.planning_s:
         search = f", including {format_seconds(plan.search_s)} of search for the tuned plan" if plan.search_s else ""
         lines.append(f"planning took {format_seconds(plan.planning_s)}{search}")
-    return "\n".join(line for line in lines if line is not None)
+    return "\n".join(lines)
 
 
 def _verdict(plan: Plan) -> str:
@@ -442,7 +433,7 @@ def _verdict(plan: Plan) -> str:
         return f"Change {plan.changes_in_words or 'nothing'}: set by hand, neither measured nor proved.{split}"
     if not plan.changes:
         return "Change nothing: no setting was significantly better than the unchanged loop."
-    text = f"Change {plan.changes_in_words} ({_TIERS[plan.plan_kind]})"
+    text = f"Change {plan.changes_in_words} ({plan.plan_kind} plan)"
     if plan.baseline and plan.measured and plan.verified:
         text += f": {plan.baseline.step_s / plan.measured.step_s:.2f}x the speed in trials{_certainty(plan.verified)}"
     elif plan.baseline and plan.predicted:
@@ -485,15 +476,8 @@ def _choice(name: str, choice: Choice) -> list[str]:
     return lines + [f"      not {loser.value}: {loser.reason}" for loser in choice.rejected]
 
 
-# Removal of CUDA graphs from a plan.
-
-
 def without_graphs(plan: Plan, why: str) -> Plan:
-    """Return a plan without CUDA graphs; measurements and predictions that used graphs are removed.
-
-    Args:
-        why: full sentence with the reason.
-    """
+    """Return a plan without CUDA graphs; measurements and predictions that used graphs are removed."""
     value = plan.compiled.value
     if not isinstance(value, str):
         return plan

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
@@ -116,24 +117,17 @@ class Trial:
     @property
     def step_s(self) -> float | None:
         """Median seconds of a step (of the optimizer step alone if not `is_whole`); None for a failed trial."""
-        return _median(self.block_s)
+        return statistics.median(self.block_s) if self.block_s else None
 
     @property
     def power_w(self) -> float | None:
         """Median watts; None if not measured."""
-        return _median(self.watts)
+        return statistics.median(self.watts) if self.watts else None
 
     @property
     def energy_j(self) -> float | None:
         """Joules per step; None if not measured."""
         return None if self.step_s is None or self.power_w is None else self.step_s * self.power_w
-
-
-def _median(figures: tuple[float, ...]) -> float | None:
-    ordered, middle = sorted(figures), len(figures) // 2
-    if not ordered:
-        return None
-    return ordered[middle] if len(ordered) % 2 else (ordered[middle - 1] + ordered[middle]) / 2
 
 
 @dataclass(frozen=True)

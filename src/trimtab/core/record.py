@@ -31,8 +31,6 @@ from trimtab.core.files import (
 )
 from trimtab.core.serialization import from_jsonable, parse, to_jsonable
 
-# Line types of a run's record, and their JSON.
-
 RECORD_SCHEMA = 3
 _MOST = 2**62  # Limit of a count.
 # Marks, in a header's detail, a run of a few steps only, which has a speed but no final metric.
@@ -190,26 +188,6 @@ def parsed(where: str, line: bytes) -> Line:
     return line_value
 
 
-__all__ = [
-    "BRIEF",
-    "RECORD_SCHEMA",
-    "SOURCES",
-    "End",
-    "Evaluation",
-    "Event",
-    "Header",
-    "Line",
-    "RecordWriter",
-    "RunRecord",
-    "StepRecord",
-    "read_header",
-    "read_lines",
-    "read_record",
-    "read_together",
-    "require_own",
-    "write_record",
-]
-
 SOURCES = "sources"  # Key of the environment: version of this package's source code.
 _BEGUN = b'{"kind": "header"'
 _NO_RECORD = "a file that is not a run's record"
@@ -249,7 +227,9 @@ class RecordWriter:
             self._file = AppendOnlyFile(Path(path), is_new=not continues, is_exclusive=True)
         except FileExistsError as error:
             raise _there(path, error) from None
-        self._header, self._is_open_ended, self._is_named = header, continues, False
+        self._header, self._is_named = header, False
+        # True while the run has neither started nor resumed here: the file is still unchanged.
+        self.is_open_ended = continues
         if not continues:
             self.write(header)
 
@@ -262,15 +242,12 @@ class RecordWriter:
         self._begin()
         size = self._file.sync()
         if not self._is_named:
-            self._sync_name()
+            try:
+                sync(self._file.path.parent)
+            except OSError as error:
+                raise not_written(self._file.path, error) from error
+            self._is_named = True
         return size
-
-    def _sync_name(self) -> None:
-        try:
-            sync(self._file.path.parent)
-        except OSError as error:
-            raise not_written(self._file.path, error) from error
-        self._is_named = True
 
     def keep(self, end: int) -> None:
         """Drop everything after the first `end` bytes, which the resumed run will write again.
@@ -294,12 +271,7 @@ class RecordWriter:
                 code="record.truncated",
             )
         self._file.cut(end)
-        self._is_open_ended = False
-
-    @property
-    def is_open_ended(self) -> bool:
-        """True while the run has neither started nor resumed here: the file is still unchanged."""
-        return self._is_open_ended
+        self.is_open_ended = False
 
     def require_own(self) -> None:
         """Raise if a run that starts would overwrite a foreign file.
@@ -307,17 +279,17 @@ class RecordWriter:
         Raises:
             FormatError: as of the function `require_own`.
         """
-        if self._is_open_ended:
+        if self.is_open_ended:
             require_own(self._file.path, self._header)
 
     def _begin(self) -> None:
         """Write the header of a run that starts, over its own earlier record."""
-        if self._is_open_ended:
+        if self.is_open_ended:
             self.require_own()
             if _is_of_another_plan(self._file.path, self._header):
                 self._set_aside()
             self._file.cut(0)
-            self._is_open_ended = False
+            self.is_open_ended = False
             self.write(self._header)
 
     def _set_aside(self) -> None:
@@ -510,9 +482,6 @@ def _next_line(path: str | Path, file: BinaryIO) -> bytes:
     if len(line) > LINE_BYTES:
         raise too_large(path, len(line), "a line of a record", LINE_BYTES)
     return line
-
-
-# Compact summary of a run's record, read line by line: a long run takes a fraction of its file's size.
 
 
 def _numbers() -> array[float]:

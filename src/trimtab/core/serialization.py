@@ -26,8 +26,6 @@ from urllib.parse import quote_from_bytes, unquote_to_bytes
 from trimtab.core.errors import FormatError
 from trimtab.core.files import JSON_BYTES, read_bytes, read_text, write_over
 
-# Safe text for terminals and files: escape sequences and undecodable bytes are shown as escapes.
-
 # C0 without tab and newline, DEL, C1, and characters that reorder the text around them.
 _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 
@@ -218,7 +216,10 @@ def _decode_dataclass(cls: type, data: Any, path: str) -> Any:
     if not isinstance(data, Mapping):
         raise _wrong(path, data, f"an object of {cls.__name__}")
     fields = {f.name: f for f in dataclasses.fields(cls)}
-    _refuse_another_schema(fields, data, path)
+    known = fields["schema"].default if "schema" in fields else dataclasses.MISSING
+    # First, because unknown keys are the consequence of a different schema.
+    if known is not dataclasses.MISSING and data.get("schema", known) != known:
+        raise FormatError(f"{path.lower()}.schema", got=_shown(data["schema"]), expected=str(known), code="json.schema")
     if unknown := sorted(map(str, data.keys() - fields.keys())):
         expected = "one of " + ", ".join(fields)
         raise FormatError(f"{path}.{unknown[0]:.80}", got="an unknown key", expected=expected, code="json.key")
@@ -229,13 +230,6 @@ def _decode_dataclass(cls: type, data: Any, path: str) -> Any:
         )
     hints = _hints(cls)
     return cls(**{name: _decode(hints[name], data[name], f"{path}.{name}") for name in fields if name in data})
-
-
-def _refuse_another_schema(fields: Mapping[str, dataclasses.Field[Any]], data: Mapping[str, Any], path: str) -> None:
-    """Raise for a different schema version first, because unknown keys are its consequence."""
-    known = fields["schema"].default if "schema" in fields else dataclasses.MISSING
-    if known is not dataclasses.MISSING and data.get("schema", known) != known:
-        raise FormatError(f"{path.lower()}.schema", got=_shown(data["schema"]), expected=str(known), code="json.schema")
 
 
 def _decode_union(options: tuple[Any, ...], data: Any, path: str) -> Any:

@@ -9,9 +9,7 @@ from dataclasses import dataclass, field
 from trimtab.core.errors import FormatError
 from trimtab.core.hardware import DeviceSpec
 
-# In the order of a step. Recomputation is not part of the backward; "rest" is everything outside the other phases.
-PHASES = ("data", "forward", "recompute", "backward", "communication", "optimizer", "rest")
-# Explanation of each phase, for reports.
+# Explanation of each phase, for reports, in the order of a step. Recomputation is not part of the backward.
 MEANINGS = {
     "data": "waiting for the next batch",
     "forward": "model and loss",
@@ -21,6 +19,7 @@ MEANINGS = {
     "optimizer": "optimizer step",
     "rest": "the rest of the loop: copying and slicing batches, zeroing and clipping gradients, counting",
 }
+PHASES = tuple(MEANINGS)
 PHASES_SCHEMA = 2
 
 

@@ -5,11 +5,10 @@ from __future__ import annotations
 import datetime
 import math
 import re
+from collections.abc import Mapping
 
 from trimtab.core.errors import ValueGivenError
 from trimtab.core.validation import number
-
-# Points in time and durations: parsing of command-line values, and formatting.
 
 _SECONDS = {"s": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
 _DURATION = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*(s|min|h|d)\s*")
@@ -95,10 +94,8 @@ def format_bytes(value: float | None) -> str:
     """Return `1.5 GiB`; `unknown` for None."""
     if value is None or not math.isfinite(value):
         return "unknown"
-    for unit, size in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if abs(value) >= size:
-            return f"{_digits(value / size)} {unit}"
-    return f"{value:.0f} B"
+    units = {"TiB": 2**40, "GiB": 2**30, "MiB": 2**20, "KiB": 2**10}
+    return _scaled(value, units) or f"{value:.0f} B"
 
 
 def format_seconds(value: float | None) -> str:
@@ -132,20 +129,20 @@ def format_grams(value: float | None) -> str:
     """Return `350 mg`, `12.3 g`, `4.2 kg`, `1.5 t`; `unknown` for None."""
     if value is None or not math.isfinite(value):
         return "unknown"
-    for unit, size in (("t", 1e6), ("kg", 1e3), ("g", 1.0)):
-        if abs(value) >= size:
-            return f"{_digits(value / size)} {unit}"
-    return f"{_digits(value * 1e3)} mg" if value else "0 g"
+    units = {"t": 1e6, "kg": 1e3, "g": 1.0}
+    return (_scaled(value, units) or f"{_digits(value * 1e3)} mg") if value else "0 g"
 
 
 def format_count(value: float | None) -> str:
     """Return `7.78 G`, `512`, `3.1 k`; `unknown` for None."""
     if value is None or not math.isfinite(value):
         return "unknown"
-    for unit, size in (("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
-        if abs(value) >= size:
-            return f"{_digits(value / size)} {unit}"
-    return _digits(value)
+    return _scaled(value, {"P": 1e15, "T": 1e12, "G": 1e9, "M": 1e6, "k": 1e3}) or _digits(value)
+
+
+def _scaled(value: float, units: Mapping[str, float]) -> str:
+    """Return a value in the first unit that is not larger; "" if all are."""
+    return next((f"{_digits(value / size)} {unit}" for unit, size in units.items() if abs(value) >= size), "")
 
 
 def _digits(value: float) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from numbers import Real
 from typing import Any
 
@@ -28,7 +28,8 @@ def number(
 
 def float_value(field: str, value: object) -> float:
     """Return a float, which may be infinite or NaN, from a number or a one-element array or tensor."""
-    alone = _alone(value)
+    shape, item = getattr(value, "shape", None), getattr(value, "item", None)
+    alone = item() if isinstance(shape, tuple) and callable(item) and math.prod(shape) == 1 else value
     if isinstance(alone, bool) or not isinstance(alone, Real):
         raise ValueGivenError(
             field,
@@ -90,17 +91,24 @@ def names(field: str, value: object) -> tuple[str, ...]:
     return given
 
 
-def _alone(value: object) -> object:
-    """Return the element of a one-element array or tensor; any other value unchanged."""
-    shape, item = getattr(value, "shape", None), getattr(value, "item", None)
-    return item() if isinstance(shape, tuple) and callable(item) and math.prod(shape) == 1 else value
-
-
 def _finite(value: int | float) -> bool:
     try:
         return math.isfinite(value)
     except OverflowError:  # The int is too large for a float.
         return False
+
+
+def shares(values: Sequence[float]) -> tuple[float, ...] | None:
+    """Return numbers of at least 0, divided by their sum; None if all are 0.
+
+    Numbers that already sum to 1 are kept exactly, so that a JSON round trip changes nothing.
+    """
+    largest = max(values)
+    if largest == 0:
+        return None
+    total = math.fsum(value / largest for value in values)  # At most 1 each, so the sum cannot overflow.
+    is_one = abs(total * largest - 1) < 1e-15
+    return tuple(values if is_one else (value / largest / total for value in values))
 
 
 def dataclass_or(field: str, value: Any, cls: type, default: Any) -> Any:

@@ -29,24 +29,12 @@ def all_reduce_s(link: Link, ranks: int, num_bytes: float) -> float:
 
 
 def reduce_scatter_s(link: Link, ranks: int, num_bytes: float) -> float:
-    """Return the seconds of a reduce-scatter.
-
-    Args:
-        link: latency and bandwidth.
-        ranks: world size.
-        num_bytes: bytes of the whole tensor, which every rank holds before.
-    """
+    """Return the seconds of a reduce-scatter of a tensor that every rank holds whole before."""
     return _around_s(link, ranks, num_bytes) if link.scatters else all_reduce_s(link, ranks, num_bytes)
 
 
 def all_gather_s(link: Link, ranks: int, num_bytes: float) -> float:
-    """Return the seconds of an all-gather.
-
-    Args:
-        link: latency and bandwidth.
-        ranks: world size.
-        num_bytes: bytes of the whole tensor, which every rank holds afterwards.
-    """
+    """Return the seconds of an all-gather of a tensor that every rank holds whole afterwards."""
     return _around_s(link, ranks, num_bytes)
 
 
@@ -75,16 +63,10 @@ class LinkFit(NamedTuple):
 
 
 def fit(points: Sequence[tuple[float, float]], ranks: int, name: str = "measured", *, scatters: bool = True) -> LinkFit:
-    """Return the link that best explains timed all-reduces of a process group.
+    """Return the link that best explains timed all-reduces, (bytes, seconds), of a process group.
 
     Least squares of relative errors, so that small sizes (latency) and large sizes (bandwidth) count equally. Latency
     and bandwidth are not negative.
-
-    Args:
-        points: (bytes, seconds) of the timed all-reduces.
-        ranks: world size.
-        name: name of the link.
-        scatters: the backend has a reduce-scatter, see `Link`.
 
     Raises:
         ValueGivenError: a single rank; fewer than three sizes, or a largest size below twice the smallest; times that
@@ -150,11 +132,9 @@ class CommunicationTime(NamedTuple):
     total_s: float
 
     def times(self, count: int) -> CommunicationTime:
-        """Return the cost of `count` repetitions."""
         return CommunicationTime(count * self.exposed_s, count * self.total_s)
 
     def plus(self, other: CommunicationTime) -> CommunicationTime:
-        """Return the sum of two costs."""
         return CommunicationTime(self.exposed_s + other.exposed_s, self.total_s + other.total_s)
 
     def hidden_by(self, share: float) -> CommunicationTime:
@@ -232,7 +212,6 @@ def _ready(shape: StepShape, ends: Iterable[int]) -> list[float]:
 
 
 def _spent(exposed_s: float, total_s: float) -> CommunicationTime:
-    """Return the cost with exposed seconds clipped to 0 and the total, against rounding."""
     return CommunicationTime(min(max(0.0, exposed_s), total_s), total_s)
 
 
@@ -262,10 +241,6 @@ def window_s(how: Parallelism, link: Link, shape: StepShape, k: int, *, overlap_
     """Return the cost of a step with k micro-batches on each rank.
 
     Args:
-        how: parallelism.
-        link: latency and bandwidth.
-        shape: times and sizes of a micro-batch.
-        k: micro-batches per step and rank.
         overlap_share: fraction of overlappable communication that overlaps with computation: 1 on devices with separate
             copy engines, less if both use the same processors, as with gloo.
 
@@ -289,10 +264,7 @@ def _replicated(how: Parallelism, link: Link, shape: StepShape, k: int, share: f
 
 
 def _stepped_parameters(how: Parallelism, link: Link, shape: StepShape) -> CommunicationTime:
-    """Return the cost of broadcasting updated parameters after the step at ZeRO stage 1.
-
-    torch's ZeroRedundancyOptimizer broadcasts tensors in sequence.
-    """
+    """Return the cost of torch's ZeroRedundancyOptimizer, which broadcasts updated parameters in sequence."""
     count = shape.num_tensors or len(shape.block_bytes)
     seconds = count * broadcast_s(link, how.ranks, sum(shape.block_bytes) / count)
     return CommunicationTime(seconds, seconds)
@@ -315,7 +287,6 @@ def _sharded(how: Parallelism, link: Link, shape: StepShape, k: int, share: floa
 
 
 def _forward(how: Parallelism, link: Link, shape: StepShape) -> CommunicationTime:
-    """Return the exposed and total seconds of a forward that gathers the blocks' parameters."""
     blocks = zip(_gathered(shape), shape.block_shares, strict=True)
     sent = SENT[how.gather_dtype]
     return spent_on_blocks(

@@ -148,10 +148,7 @@ def is_promising(profile: Profile, fastest: Candidate) -> bool:
 
 
 def _recorded_s(profile: Profile) -> float | None:
-    """Return the seconds of a captured, uncompiled step at the best size within the limit.
-
-    None if capture did not pay.
-    """
+    """Return the seconds of a captured, uncompiled step at the best size within the limit; None if it did not pay."""
     if reason_not_to_compile(profile, CUDA_GRAPHS) is not None:
         return None
     model, limit = CostModel(profile), profile.limits(profile.budget).memory_bytes
@@ -217,12 +214,7 @@ def tried(profile: Profile) -> tuple[Trial, ...]:
 
 
 def paying_modes(profile: Profile, mode: Candidate | None = None) -> tuple[Compiled, ...]:
-    """Return the ways to run the model that were tried and pay, except the plain model.
-
-    Args:
-        profile: measurements.
-        mode: precision and layout to consider; None: all.
-    """
+    """Return the ways to run the model that were tried and pay, except the plain model; for all modes, or for one."""
     found = (trial.candidate for trial in tried(profile))
     ways = dict.fromkeys(each.compiled for each in found if mode is None or each.alike(mode, *BUT_MODE))
     return tuple(way for way in ways if reason_not_to_compile(profile, way) is None)

@@ -39,12 +39,9 @@ def step_seconds(work: StepWork, device: DeviceSpec, precision: str, rows: int, 
     """Return the seconds of an optimizer step; None if a peak of the device is unknown.
 
     Args:
-        work: operators of a micro-batch and of the optimizer step.
-        device: device data sheet.
         precision: precision of matrix products. Operators have their own precision, except that "tf32" from a plan is
             recorded as fp32.
         rows: samples per micro-batch.
-        num_micro_batches: micro-batches per step.
     """
     micro_batch = seconds_of(work.micro_batch, device, precision, rows)
     step = seconds_of(work.step, device, precision, rows)
@@ -71,7 +68,6 @@ def roof_of(seen: Iterable[Seen], device: DeviceSpec, precision: str) -> Rooflin
 
     Args:
         seen: (kind, FLOP, bytes) per operator.
-        device: device data sheet.
         precision: precision of the step's matrix products, see `step_seconds`.
     """
     if not device.bandwidth_bytes_s:
@@ -90,13 +86,9 @@ def roof_of(seen: Iterable[Seen], device: DeviceSpec, precision: str) -> Rooflin
 
 
 def _computing_s(flops: float, kind: str, device: DeviceSpec, precision: str) -> float | None:
-    """Return the seconds of an operator's FLOP at full peak; None if the peak is unknown and FLOP is not 0.
-
-    A convolution of kind "tf32" is a convolution that torch runs in TF32 within an fp32 step; devices without TF32
-    compute it in fp32.
-    """
+    """Return the seconds of an operator's FLOP at full peak; None if the peak is unknown and FLOP is not 0."""
     peak = device.peak("tf32" if (precision, kind) == ("tf32", "fp32") else kind)
-    if not peak and kind == "tf32":
+    if not peak and kind == "tf32":  # A convolution that torch runs in TF32 within an fp32 step, on an older device.
         peak = device.peak("fp32")
     if not peak:
         return None if flops > 0 else 0.0
@@ -212,10 +204,7 @@ class CostModel:
         return PredictedCost(step_s, peak, counted is not None, self.seconds_margin, energy_j)
 
     def _power_w(self, candidate: Candidate) -> float | None:
-        """Return the power of the most similar trial.
-
-        Precision and layout must match first, because they select the compute units.
-        """
+        """Return the power of the most similar trial; precision and layout first, which select the compute units."""
         metered = [t for t in reversed(self._profile.trials) if t.is_whole and t.watts and not t.control]
 
         def apart(trial: Trial) -> tuple[bool, int]:
@@ -285,7 +274,6 @@ class CostModel:
         return statistics.median(found) if found else self._unit.step_s
 
     def _relative(self, candidate: Candidate) -> float | None:
-        """Return a candidate's seconds relative to the unit step; None if unknown."""
         if candidate.recompute is not None:
             return self._recomputing(candidate)
         for tried, relative in self._recorded.items():
@@ -300,12 +288,7 @@ class CostModel:
         return None
 
     def _parts_of(self, candidate: Candidate, *but: str) -> float:
-        """Return the saving of a candidate's fused step, chunked head and compilation, relative to the unit step.
-
-        Args:
-            candidate: settings.
-            but: names of settings to leave out.
-        """
+        """Return the savings of fused step, chunked head and compilation, except `but`, relative to the unit step."""
         names = (name for name in ("fused_optimizer", "loss_chunk", "compiled") if name not in but)
         return sum(self._saved.get((name, getattr(candidate, name)), 0.0) for name in names)
 
@@ -327,20 +310,11 @@ class CostModel:
         return 1 / (1 - share) if tried.allocator == "retain" else 1 - share
 
     def saves(self, name: str, value: object) -> float:
-        """Return the saving of a tried value, relative to the unit step.
-
-        Args:
-            name: name of the setting.
-            value: value of the setting.
-        """
+        """Return the saving of a tried value, relative to the unit step."""
         return self._saved.get((name, value), 0.0)
 
     def fastest(self, also: Iterable[Candidate] = ()) -> float | None:
-        """Return the seconds of the fastest tried mode, relative to the unit step.
-
-        Args:
-            also: compiled or captured candidates to consider as well.
-        """
+        """Return the seconds of the fastest tried mode, or of candidates in `also`, relative to the unit step."""
         found = (*self._modes.values(), *map(self._relative, also))
         return min((each for each in found if each), default=None)
 
@@ -351,11 +325,7 @@ class CostModel:
         first, *others = trials
         own = self._own(first, unit_s)
 
-        def without(trial: Trial) -> float:
-            """Return the time without the change.
-
-            A model may be compiled in a mode different from the first trial's.
-            """
+        def without(trial: Trial) -> float:  # A model may be compiled in a mode different from the first trial's.
             bare = replace(trial.candidate, **{name: getattr(first.candidate, name)})
             return self._modes.get(bare, own) if first.is_whole else own
 
@@ -364,7 +334,6 @@ class CostModel:
         }
 
     def _own(self, first: Trial, unit_s: float) -> float:
-        """Return the time of a phase's first trial, relative to the unit step."""
         in_units = (first.step_s or 0.0) / unit_s
         return self._modes.get(first.candidate, in_units) if first.is_whole else in_units
 
@@ -407,8 +376,7 @@ class CostModel:
     def _longer(self, candidate: Candidate, tried: Candidate) -> float:
         """Return the factor on a captured step's time at a different size: the plain model's ratio, at least 1.
 
-        Larger micro-batches get no credit: the plain model gains by waiting less for launches, but a captured step
-        never waits for launches.
+        Larger micro-batches get no credit, because a captured step never waits for launches.
         """
         mode = next((mode for mode in self._modes if mode.alike(tried, *BUT_MODE)), None)
         bare = 0.0 if mode is None else self._modes[mode] - self._extra_of(mode)
@@ -430,8 +398,7 @@ class CostModel:
     def _beside_counted(self, candidate: Candidate) -> int | None:
         """Return a peak predicted from a counted trial of the same compiled or captured model, because no trace exists.
 
-        The trial's peak is adjusted by the plain model's traced difference between the two sizes: an increase gets a
-        margin, and a decrease of a compiled model counts a third, because compiled models keep less per sample.
+        The plain model's traced difference is added: an increase with a margin, a third of a decrease if compiled.
         """
         if not candidate.compiled or candidate.recompute is not None:
             return None
@@ -452,7 +419,6 @@ class CostModel:
         return None if bare is None else math.ceil(bare * (1 + margin))
 
     def _by_roofline(self, candidate: Candidate) -> float | None:
-        """Return the roofline seconds of a step, for a device without trials."""
         if candidate.recompute is not None:
             found, longer = (
                 self._profile.recomputable_of(candidate),

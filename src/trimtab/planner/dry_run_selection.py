@@ -152,8 +152,6 @@ def plan_for_gradients(changed: Plan, usual: Plan, block_s: Sequence[Sequence[fl
     """Return the plan to use for sending gradients: the changed plan if measurably better.
 
     Args:
-        changed: plan with a different way to send gradients.
-        usual: plan with the default way.
         block_s: seconds per step in interleaved blocks, paired by index: of `changed`, of `usual`, and of `usual` again
             as the A/A control.
     """

@@ -42,8 +42,6 @@ def for_replicas(plan: Plan, num_ranks: int, why: str = "") -> Plan:
     A plan with a ZeRO stage is returned unchanged.
 
     Args:
-        plan: plan for one rank.
-        num_ranks: world size.
         why: reason for not considering sharding; "" if sharding was not requested.
     """
     if plan.zero_stage.value is not None or num_ranks == 1:
@@ -65,13 +63,7 @@ def for_one_process(plan: Plan) -> Plan:
 
 
 def with_fastest_communication(plan: Plan, calibration: LinkCalibration, shape: StepShape) -> Plan:
-    """Return the plan with the fastest predicted way to send gradients, if the saving justifies a change.
-
-    Args:
-        plan: plan for ranks, with the torch engine.
-        calibration: measured link.
-        shape: times and sizes of a rank's micro-batch.
-    """
+    """Return the plan with the fastest predicted way to send gradients, if the saving justifies a change."""
     ways = ways_to_send(plan, calibration, shape)
     usual = ways["fp32", None]
     best = min(ways.values(), key=lambda way: (way.total_s, way.reduce_dtype != "fp32", way.bucket_bytes or 0))

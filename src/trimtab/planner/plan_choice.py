@@ -57,7 +57,6 @@ def chosen_candidate(profile: Profile, objective: Objective, budget: Budget) -> 
 
 
 def _refuse_unknown(profile: Profile, objective: Objective) -> None:
-    """Raise `ValueGivenError` if energy is weighed but was not measured."""
     if objective.energy > 0 and not any(trial.watts for trial in profile.trials):
         raise ValueGivenError(
             "energy",
@@ -71,11 +70,6 @@ def _refuse_unknown(profile: Profile, objective: Objective) -> None:
 
 def choose_each(profile: Profile, objective: Objective, budget: Budget) -> tuple[Plan, ...]:
     """Return the plan for every micro-batch size at which some settings meet the budget, the largest first.
-
-    Args:
-        profile: measurements, not decided by a final.
-        objective: weights.
-        budget: limits.
 
     Raises:
         InfeasibleError: as `choose`.
@@ -92,15 +86,7 @@ def choose_each(profile: Profile, objective: Objective, budget: Budget) -> tuple
 def _plan(
     profile: Profile, found: Sequence[PricedCandidate], objective: Objective, budget: Budget, rows: int | None = None
 ) -> Plan:
-    """Return the plan of the best point.
-
-    Args:
-        profile: measurements.
-        found: points to choose from.
-        objective: weights.
-        budget: limits.
-        rows: micro-batch size to consider; None: all.
-    """
+    """Return the plan of the best point, or of the best with a micro-batch of `rows`."""
     decision = _decide(profile, found, objective, budget, rows)
     winner, reference = decision.winner, profile.reference_candidate
     told = explain.Explanations(profile, found, winner, decision.outcome, budget)
@@ -148,7 +134,8 @@ def _notes_of_memory(profile: Profile, winner: Candidate, budget: Budget) -> Ite
     own, reference = profile.own_peak_bytes, profile.reference
     if own is None:
         return
-    if reference.accumulate > 1 and profile.budget.memory is None and budget.memory_bytes == _default_limit(profile):
+    limit = profile.limits(Budget()).memory_bytes
+    if reference.accumulate > 1 and profile.budget.memory is None and budget.memory_bytes == limit:
         yield Note(
             "memory.own_peak",
             f"memory is limited to the peak of the unchanged loop, {format_bytes(own)}, because the loop accumulates "
@@ -159,10 +146,6 @@ def _notes_of_memory(profile: Profile, winner: Candidate, budget: Budget) -> Ite
     if peak is not None and peak > _RISES * own:
         rise = f"by {100 * (peak / own - 1):.2g}%, from {format_bytes(own)} to {format_bytes(peak)}"
         yield Note("memory.peak_rises", f"the peak memory of a step increases {rise}")
-
-
-def _default_limit(profile: Profile) -> int | None:
-    return profile.limits(Budget()).memory_bytes
 
 
 def choose_there(profile: Profile) -> Plan:
@@ -202,10 +185,7 @@ def _decide(
 
 
 def _untold(profile: Profile, rounds: Sequence[str], objective: Objective) -> set[Candidate]:
-    """Return candidates with too few energy readings for a verdict in any final, except slower candidates.
-
-    A profile made without weighing energy has a single reading per candidate.
-    """
+    """Return candidates with too few energy readings for a verdict in any final, except slower candidates."""
     if objective.energy == 0:
         return set()
     found: set[Candidate] = set()
@@ -220,10 +200,7 @@ def _untold(profile: Profile, rounds: Sequence[str], objective: Objective) -> se
 def _still_wins(
     profile: Profile, rounds: Sequence[str], outcome: selection.FinalOutcome, objective: Objective, budget: Budget
 ) -> bool:
-    """Return True if the limits are tighter than the profile's own, and the final's winner is the same under both.
-
-    Any candidate that meets the tighter limits was available before, and was not ranked first.
-    """
+    """Return True if the limits are tighter than the profile's own, and the final's winner is the same under both."""
     if objective != profile.objective or not budget.is_within(profile.limits(profile.budget)):
         return False
     before, _ = _outcome(profile, rounds, profile.objective, profile.limits(profile.budget))
@@ -233,10 +210,9 @@ def _still_wins(
 def _outcome(
     profile: Profile, rounds: Sequence[str], objective: Objective, budget: Budget
 ) -> tuple[selection.FinalOutcome | None, set[Candidate]]:
-    """Return the result of the first final with a fitting candidate, and the candidates of that final.
+    """Return the first final with a fitting candidate, and its candidates; else None, and those of all finals.
 
-    A later final ran only because no candidate of the earlier finals fitted, which may differ under new limits. If no
-    final decides, returns None and the candidates of all finals.
+    A later final ran only because no candidate of the earlier finals fitted, which may differ under new limits.
     """
     for name in selection.deciding_finals(profile):
         outcome = selection.decide(profile, name, objective, budget)
@@ -308,10 +284,7 @@ def _measured(profile: Profile, candidate: Candidate) -> MeasuredCost | None:
 
 
 def _predicted(profile: Profile, candidate: Candidate) -> MeasuredCost | None:
-    """Return the predicted cost of a candidate before the finals, with traced bytes if available.
-
-    For a target device, bytes include the margin that the plan states.
-    """
+    """Return the predicted cost of a candidate before the finals, with traced bytes if available."""
     before = tuple(trial for trial in profile.trials if trial.stage not in profile.finals)
     model = CostModel(replace(profile, trials=before))
     cost, told = model.predict(candidate), model.traced_bytes(candidate) if before else None

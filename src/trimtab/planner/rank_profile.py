@@ -79,11 +79,7 @@ def _unfused(traced: TracedCandidate) -> TracedCandidate:
 def at_stage(profile: Profile, traces: Sequence[RankPeakMemory]) -> Profile:
     """Return the profile of a rank: peaks are shifted by the difference between the rank's and the process's trace.
 
-    Finals are left out, because they compared single-process loops.
-
-    Args:
-        profile: single-process profile.
-        traces: traces of a rank with the same way to shard; candidates without a trace get no peak.
+    Finals are left out, because they compared single-process loops; candidates without a trace get no peak.
     """
 
     def of(candidate: Candidate) -> tuple[TracedCandidate, RankPeakMemory] | None:

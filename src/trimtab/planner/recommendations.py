@@ -28,14 +28,7 @@ def padded_vocabulary(words: int) -> int:
 def advice_of(
     profile: Profile, reference: MeasuredCost | None, chosen: MeasuredCost | None, winner: Candidate
 ) -> tuple[Note, ...]:
-    """Return the recommendations, with measured gains if available.
-
-    Args:
-        profile: measurements of the loop.
-        reference: cost of a step of the unchanged loop.
-        chosen: cost of a planned step.
-        winner: planned candidate.
-    """
+    """Return the recommendations, with measured gains if available."""
     found = (*_noise(profile, winner), *_data(profile), *_attention(profile, reference), *_vocabulary(profile, chosen))
     return (*found, *_pieces(profile, winner), *_power_limit(profile))
 

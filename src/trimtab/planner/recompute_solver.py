@@ -1,7 +1,4 @@
-"""Optimal activation checkpointing schedule within a memory limit, by dynamic programming over a chain's stages.
-
-Separate from `checkpoint_schedule` because the tables need numpy, which takes longer to import than most plans to make.
-"""
+"""Optimal activation checkpointing schedule within a memory limit, by dynamic programming over a chain's stages."""
 
 from __future__ import annotations
 
@@ -30,8 +27,6 @@ from trimtab.core.recompute_schedule import (
     stages_of,
     to_notation,
 )
-
-# Peak memory and recomputation time of an activation checkpointing schedule over a chain of stages.
 
 
 @dataclass(frozen=True)
@@ -119,12 +114,7 @@ class _Step:
         return sum(self._chain[index].beside_bytes for index in stages_of(part))
 
     def forward(self, schedule: Schedule, slope: int) -> None:
-        """Run forward while holding the output's gradient.
-
-        Args:
-            schedule: parts to run.
-            slope: bytes of the output's gradient.
-        """
+        """Run forward while holding `slope` bytes of the output's gradient."""
         for part in schedule:
             if isinstance(part, KeptBlock):
                 self._note(slope + self._chain[part.index].forward_bytes)
@@ -202,8 +192,6 @@ def optimal(chain: Sequence[BlockCost], limit_bytes: int, slots: int = SLOTS) ->
     R is the recomputed time, infinite if a forward or backward does not fit m.
 
     Args:
-        chain: stages.
-        limit_bytes: limit on the peak.
         slots: number of slots of the limit. Sizes are rounded up to slots, so the schedule may be suboptimal, or
             missed, by less than a slot per stage.
     """
@@ -229,13 +217,7 @@ def by_shares(chain: BlockChain) -> tuple[str, ...]:
 
 
 class _Table:
-    """Table of R for all stages and available slots, filled by increasing length of the run of stages.
-
-    Args:
-        chain: stages.
-        most_bytes: bytes of all slots together.
-        slots: number of slots.
-    """
+    """Table of R for all stages and available slots of bytes, filled by increasing length of the run of stages."""
 
     def __init__(self, chain: Sequence[BlockCost], most_bytes: float, slots: int) -> None:
         self._chain, self._num = chain, len(chain)
@@ -255,9 +237,8 @@ class _Table:
         self._reach = np.array(self._furthest())  # last stage of a segment starting here
         shape = self._num, self._num, self._most + 1
         self._least = np.full(shape, np.inf, np.float32)
-        self._behind = np.full(
-            shape, np.inf, np.float32
-        )  # R(s, t, m - out) after a segment with output `out`, plus forward time up to s
+        # R(s, t, m - out) after a segment with output `out`, plus forward time up to s.
+        self._behind = np.full(shape, np.inf, np.float32)
         for more in range(self._num):
             self._fill(more)
 
@@ -349,7 +330,6 @@ class _Table:
         return np.ceil(sizes / self._slot - 1e-9).astype(int)
 
     def schedule(self, within_bytes: float) -> Schedule | None:
-        """Return the best schedule within the bytes; None if there is none."""
         slots = min(self._most, int(within_bytes / self._slot + 1e-9))
         if not math.isfinite(self._least[0, self._num - 1, slots]):
             return None
@@ -439,13 +419,7 @@ def schedules(profile: Profile, candidate: Candidate, budget: Budget, margin: fl
     """Return the schedules to consider for a candidate without recomputation, as text.
 
     Standard schedules, and schedules of least recomputation: for the budget, and for large micro-batches also for a few
-    fractions of the peak, for objectives that weigh memory.
-
-    Args:
-        profile: measurements.
-        candidate: settings.
-        budget: limits.
-        margin: relative margin on a predicted peak before comparison with a limit.
+    fractions of the peak, for objectives that weigh memory. `margin` is added to a predicted peak before comparison.
     """
     found, chain = profile.recomputable_of(candidate), chain_of(profile, candidate)
     if found is None or chain is None:
@@ -463,16 +437,10 @@ def _schedules(chain: BlockChain, limit_bytes: int | None, known: tuple[str, ...
     found = [EVERY_BLOCK, to_notation(sqrt_segments(number, [stage.is_linked for stage in stages[: number - 1]]))]
     if all(stage.part is not None for stage in stages[:-1]):
         found.append(to_notation(tuple(KeptBlock(index, in_part=True) for index in range(number))))
-    best = None if limit_bytes is None else _optimal(chain, limit_bytes)
+    best = None if limit_bytes is None else optimal(chain.stages, limit_bytes - chain.held_bytes)
     found += [*known] if best is None else [to_notation(best[:-1]), *known]
     by_schedule = {schedule_of(each, number): each for each in reversed(found)}
     return tuple(text for schedule, text in by_schedule.items() if schedule != keep_all(number))
-
-
-def _optimal(chain: BlockChain, limit_bytes: int) -> Schedule | None:
-    # The import loads numpy, which plans without a memory limit do not need.
-
-    return optimal(chain.stages, limit_bytes - chain.held_bytes)
 
 
 def _whole(chain: BlockChain, candidate: Candidate) -> Schedule:

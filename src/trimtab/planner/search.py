@@ -76,9 +76,6 @@ class SearchPhase:
         """Return True if smaller sizes need not run, because a tried size before the last fits the limit.
 
         Smaller sizes are slower by the cost of additional micro-batches, which the last size shows.
-
-        Args:
-            peaks: peak bytes of the sizes tried so far.
         """
         return self.fits_bytes is not None and any(p is not None and p <= self.fits_bytes for p in peaks[1:-1])
 
@@ -106,7 +103,7 @@ def next_stage(profile: Profile, objective: Objective, budget: Budget) -> Search
 
 
 def _order(profile: Profile) -> tuple[str, ...]:
-    """Return the names of the phases before the final; modes without a fitting size are retried at a size that runs."""
+    """Return the phases before the final; modes without a fitting size are retried at a size that runs."""
     first = ("modes", "sizes", SLICED) if profile.stage("modes") and not profile.ran("modes") else ("modes",)
     return (*first, *(name for name in STAGES[:-1] if name not in first))
 
@@ -115,8 +112,6 @@ def is_hurried(profile: Profile, spent_s: float, *, steps: int = 0, patient: boo
     """Return True if the remaining time budget is too short for anything but the final.
 
     Args:
-        profile: measurements.
-        spent_s: seconds spent so far.
         steps: additional steps of the loop to reserve.
         patient: reserve time for additional blocks of an undecided final.
     """
@@ -130,23 +125,16 @@ def is_hurried(profile: Profile, spent_s: float, *, steps: int = 0, patient: boo
 
 
 def allowed_s(run_s: float) -> float:
-    """Return the time budget for measuring, in seconds.
-
-    Args:
-        run_s: seconds of the whole run.
-    """
+    """Return the time budget for measuring a run of `run_s`, in seconds."""
     return max(min(MEASURING_S, MOST_OF_A_RUN * run_s), compile_policy.MEASURING * run_s)
 
 
 def _is_left_out(name: str, profile: Profile, budget: Budget) -> bool:
-    """Return True if a search phase can be skipped to save time.
+    """Return True if "sizes", the phase that measures micro-batch sizes, can be skipped to save time.
 
-    Only "sizes", the phase that measures micro-batch sizes, can be skipped: if the search is over its time budget,
-    memory has no weight, and the largest micro-batch that fits the memory limit is known.
-
-    "sizes" still runs if the limit splits the batch and a different size may be faster than the largest one: on CUDA,
-    where small micro-batches launch more kernels, and for a chunked loss head, whose chunks leave room for a larger
-    micro-batch.
+    Only if the search is over its time budget, memory has no weight, and the largest size that fits is known; not if
+    the limit splits the batch and another size may be faster: on CUDA, where small micro-batches launch more kernels,
+    and for a chunked loss head, whose chunks leave room for a larger micro-batch.
     """
     if profile.stage("modes") and not profile.ran("modes"):
         return False
@@ -204,7 +192,6 @@ def next_recomputables(
 
 
 def _to_measure(profile: Profile, candidate: Candidate) -> Candidate:
-    """Return a candidate at the tried size of its precision and layout."""
     alike = (mode for mode in CostModel(profile).modes if mode.alike(candidate, *BUT_MODE))
     return next((replace(mode, loss_chunk=candidate.loss_chunk) for mode in alike), candidate)
 
@@ -279,8 +266,7 @@ def _optimizer(profile: Profile, budget: Budget) -> tuple[Candidate, ...]:
 def _head(profile: Profile, budget: Budget) -> tuple[Candidate, ...]:
     """Return the fastest mode and chunked versions; at a larger micro-batch if its own has too few tokens for chunks.
 
-    On a launch-bound step, the mode to capture takes the place of the fastest. Chunks may allow the whole batch under a
-    limit that otherwise requires small micro-batches. Sizes beyond the device's memory are not run.
+    Chunks may allow the whole batch under a limit that otherwise requires small micro-batches.
     """
     first, memory = compile_policy.to_record(profile, _fastest(profile)), profile.device.memory_bytes
     model, larger = CostModel(profile), (replace(first, micro_batch=rows) for rows in sizes_to_consider(profile))
@@ -291,10 +277,7 @@ def _head(profile: Profile, budget: Budget) -> tuple[Candidate, ...]:
 
 
 def _small_chunk(profile: Profile, first: Candidate, beside: Sequence[Candidate]) -> tuple[Candidate, ...]:
-    """Return a candidate with chunks of a fourth of the unchunked size's tokens, if all given chunks are larger.
-
-    A captured or compiled model may need the memory saving at that size.
-    """
+    """Return a candidate with chunks of a fourth of the unchunked size's tokens, if all given chunks are larger."""
     chunk = _chunk(head_tokens(profile, first), _CHUNK_SHARES[0])
     may_be_recorded = profile.device.kind == "cuda" and chunk >= _SMALLEST_CHUNK
     smallest = min(beside, key=lambda each: each.loss_chunk or math.inf)
@@ -316,10 +299,7 @@ def _chunk(tokens: int, share: int) -> int:
 
 
 def _sizes(profile: Profile, budget: Budget) -> tuple[Candidate, ...]:
-    """Return the fastest mode at a quarter of its size, or at all smaller sizes if the fitting size is unknown.
-
-    Includes a larger size tried with the loss head or possibly allowed by a limit.
-    """
+    """Return the fastest mode at a quarter of its size, or at all smaller sizes if the fitting size is unknown."""
     first = _fastest(profile)
     sizes = [rows for rows in sizes_to_consider(profile) if rows < first.micro_batch]
     few = bool(profile.ran("modes")) and _is_told(profile, budget)

@@ -173,10 +173,7 @@ def _without_recomputing(
 
 
 def _with_head_whole(fitting: Sequence[PricedCandidate], chosen: Sequence[PricedCandidate]) -> list[PricedCandidate]:
-    """Return the best point with a whole loss head, if the best overall is compiled and chunked.
-
-    Chunks were tried uncompiled, and compilation without chunks; the compiler may achieve the same effect by itself.
-    """
+    """Return the best point with a whole head, if it is compiled and chunked: compilers may chunk by themselves."""
     if not chosen or not chosen[0].candidate.compiled or chosen[0].candidate.loss_chunk is None:
         return []
     whole = replace(chosen[0].candidate, loss_chunk=None)
@@ -189,10 +186,7 @@ def _of_sizes_that_ran(
     chosen: Sequence[PricedCandidate],
     profile: Profile,
 ) -> list[PricedCandidate]:
-    """Return the best point at a size that ran, if no mode ran at the whole batch.
-
-    The best point overall may not run.
-    """
+    """Return the best point at a size that ran, if no mode ran at the whole batch."""
     ran = max((t.candidate.micro_batch for t in profile.ran(SLICED)), default=math.inf)
     safe = [point for point in fitting if point.candidate.micro_batch <= ran]
     if not chosen or not safe or chosen[0].candidate.micro_batch <= ran:

@@ -108,14 +108,7 @@ def decide(profile: Profile, stage: str, objective: Objective, budget: Budget) -
 
 
 def _refusal(profile: Profile, trial: Trial, budget: Budget, objective: Objective | None = None) -> Note | None:
-    """Return the reason why a trial cannot stay or win, including earlier failures of its settings; or None.
-
-    Args:
-        profile: measurements.
-        trial: trial of the final.
-        budget: limits.
-        objective: set for rivals, whose energy must be known if weighed; None for the reference.
-    """
+    """Return the reason why a trial cannot stay, or win by an objective; earlier failures of its settings included."""
     known = reason_unfit(profile, trial, budget)
     if known is None and objective is not None:
         known = unknown_energy(trial.energy_j, Budget(), objective)

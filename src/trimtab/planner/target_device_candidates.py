@@ -23,12 +23,7 @@ RECORDED = ("fp32", "bf16")
 
 
 def traced_for(profile: Profile, trace: Trace) -> Profile:
-    """Return the profile with traces of the device's precisions, and of the fastest precision with a chunked loss head.
-
-    Args:
-        profile: profile for the target device.
-        trace: returns traces of candidates that differ only in precision; unavailable ones are omitted.
-    """
+    """Return the profile with traces of the device's precisions, and of the fastest with a chunked loss head."""
 
     def traced(profile: Profile, candidates: Sequence[Candidate]) -> Profile:
         """Trace candidates; precisions with the same operators share a trace."""
@@ -45,12 +40,7 @@ def traced_for(profile: Profile, trace: Trace) -> Profile:
 
 
 def with_blocks(profile: Profile, trace: TraceBlocks) -> Profile:
-    """Return the profile with the blocks of candidates that need less memory.
-
-    Args:
-        profile: profile for the target device.
-        trace: returns the blocks of a candidate's model, or the reason for a refusal.
-    """
+    """Return the profile with the blocks of candidates that need less memory; `trace` returns them, or a refusal."""
     wanted = next_recomputables(profile, None, profile.objective, profile.budget)
     found = tuple(_recomputable(profile, candidate, trace(candidate)) for candidate in wanted)
     return replace(profile, recomputables=(*profile.recomputables, *found))
@@ -81,10 +71,9 @@ def _recomputable(profile: Profile, candidate: Candidate, traced: TracedBlocks |
 
 
 def _chord(profile: Profile, candidate: Candidate, operations: tuple[Operation, ...]) -> Callable[[int], float]:
-    """Return a linear function of the micro-batch size for the seconds of operators.
+    """Return a linear function of the micro-batch size for the seconds of operators: exact at one sample and at all.
 
-    Exact for a single sample and for the whole batch, and never too small between: every operator takes at least a few
-    microseconds, so extrapolation from two large sizes would be too small for small ones.
+    Never too small between: every operator takes at least a few microseconds.
     """
     more = profile.loop.batch_size
     one_s, all_s = (seconds_of(operations, profile.device, candidate.precision, rows) or 0.0 for rows in (1, more))

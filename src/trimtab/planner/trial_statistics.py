@@ -99,15 +99,10 @@ def speed_in_words(speed: Interval) -> str:
 
 
 def is_behind(ours: Sequence[float], theirs: Sequence[float], *, is_lighter: bool) -> bool:
-    """Return True if all blocks are slower than the rival's, or the mean is significantly slower.
+    """Return True if all blocks, in seconds, are slower than the rival's, or the mean is significantly slower.
 
     Three blocks of an equal candidate are all slower in 1 of 8 phases. A candidate with less memory must be slower than
     `CLEARLY_SLOWER`, because a small loss of speed may be acceptable.
-
-    Args:
-        ours: seconds of blocks.
-        theirs: seconds of the rival's blocks.
-        is_lighter: the candidate needs less memory.
     """
     speed = ratio_interval([b / a for a, b in zip(ours, theirs, strict=True)])
     if speed.high >= 1 and not all(a > b for a, b in zip(ours, theirs, strict=True)):
@@ -201,9 +196,7 @@ def still_open(running: Sequence[Arm], incumbent: Arm, *, orders: bool) -> list[
     """Return the candidates to run in the next round.
 
     Args:
-        running: candidates present in every round so far.
         incumbent: first of the phase; may have failed.
-        orders: the phase only ranks its candidates.
     """
     rival = _leader(running, incumbent) if orders else incumbent
     return [arm for arm in running if arm.control or not has_lost(arm, rival)]

@@ -147,10 +147,9 @@ def falls_clearly(losses: Sequence[float]) -> bool:
 def _fall(losses: Sequence[float], lowest: int) -> tuple[float, float]:
     """Return (decrease of the smoothed loss to its minimum, upper bound of the decrease by noise alone).
 
-    The decrease starts at the mean of the first losses. A smoothed loss has a fraction (1 - s) / (1 + s) of the
-    variance of a single step, and a mean of n steps 1 / n; the bound is NOISE standard deviations of the difference.
-    The standard deviation of a step is estimated from changes between steps, divided by sqrt(2), so that a steady
-    decrease has none.
+    A smoothed loss has (1 - s) / (1 + s) of the variance of a single step, and the mean of the first n losses 1 / n;
+    the bound is NOISE standard deviations of the difference. The deviation of a step is that of changes between steps,
+    divided by sqrt(2), so that a steady decrease has none.
     """
     until = losses[: max(lowest + 1, _FIRST)]
     changes = [after - before for before, after in itertools.pairwise(until)]
@@ -162,11 +161,7 @@ def _fall(losses: Sequence[float], lowest: int) -> tuple[float, float]:
 
 
 def _fallen_at(points: Sequence[RatePoint]) -> float:
-    """Return the learning-rate factor of a range test at which most of the decrease of the loss was done.
-
-    The decrease is that of the moving average of the loss, from the first point to the minimum; "most" is the fraction
-    `FALLEN`. The factor is interpolated between points.
-    """
+    """Return the factor, interpolated, at which `FALLEN` of the decrease of the loss's moving average was done."""
     reach = _WINDOW // 2
     losses = [point.loss for point in points]
     near = [losses[max(0, i - reach) : i + reach + 1] for i in range(len(losses))]
@@ -284,12 +279,7 @@ def is_lost(pair: ShortPair) -> bool:
 
 
 def judge_rival(pairs: Sequence[ShortPair], rival: str) -> PairedTrainingVerdict:
-    """Return the verdict on a rival.
-
-    Args:
-        pairs: pairs so far, up to the first lost one or all.
-        rival: name of the rival, for the reason.
-    """
+    """Return the verdict on a rival from its pairs so far, up to the first lost one or all."""
     last, count = pairs[-1], len(pairs)
     steps = len(last.stands.losses)
     where = f"paired runs of {steps} steps from the current weights"
@@ -321,7 +311,6 @@ def judge_rival(pairs: Sequence[ShortPair], rival: str) -> PairedTrainingVerdict
 
 
 def _insignificant(effect: Interval, control: Interval | None, rival: str) -> tuple[str, str]:
-    """Return the code and the reason why a gain is not significant."""
     if not effect.low > 1:
         return "paired_run.not_significant", "not significant"
     if control is None:
@@ -362,8 +351,6 @@ def adapt_learning_rate(
     If the test keeps the user's rate, the user's schedule also stays, as nothing supports a change.
 
     Args:
-        plan: plan to change.
-        rates: result of the range test.
         search_s: seconds of the search, charged to the plan.
         may_clip: gradients may be clipped at the typical norm for the rate if the loop does not clip. Allowed for
             optimizers with a step length independent of the gradient's scale.
@@ -397,10 +384,7 @@ def adapt_learning_rate(
 
 
 def _rise(rising_steps: int | None, run_steps: int | None) -> Choice:
-    """Return the warm-up fraction: no shorter than the rise of the range test, which reached its rate safely.
-
-    Transients at the start last a number of steps, not a fraction, so short runs need a larger fraction.
-    """
+    """Return the warm-up fraction: no shorter than the range test's rise, as transients last a number of steps."""
     share, bound = float(f"{(rising_steps or 0) / (run_steps or 1):.2g}"), ""
     if run_steps is None or share <= WARMUP_FRACTION:
         return KEEP_WARMUP
@@ -448,7 +432,6 @@ def adapt_schedule(stands: Plan, rival: Plan, verdict: PairedTrainingVerdict, se
 
 
 def _kept(unchanged: Choice, value: Scalar, verdict: PairedTrainingVerdict) -> Choice:
-    """Return the unchanged setting with the verdict on its rejected alternative."""
     rejected = (Rejected(value, verdict.reason, verdict.code),)
     return replace(unchanged, reason=verdict.reason, rejected=rejected, code=verdict.code)
 
@@ -469,19 +452,11 @@ def within_limits(budget: Budget, rival: Plan, verdict: PairedTrainingVerdict) -
 
 
 def _searched(plan: Plan, search_s: float) -> Plan:
-    """Return the plan with additional search time."""
     return replace(plan, search_s=plan.search_s + search_s, planning_s=plan.planning_s + search_s)
 
 
 def _won(stands: Plan, rival: Plan, verdict: PairedTrainingVerdict, search_s: float) -> Plan:
-    """Return the rival with the search time of both plans, and step times corrected by the comparison.
-
-    Args:
-        stands: incumbent.
-        rival: winner.
-        verdict: result of the comparison.
-        search_s: seconds of the comparison, in addition to earlier searches.
-    """
+    """Return the rival with the search time of both plans, and step times corrected by the comparison."""
     told = {name: getattr(rival, name) for name in ("predicted", "measured")}
     slower: dict[str, Any] = {
         name: cost and replace(cost, step_s=cost.step_s * verdict.step_ratio, between_s=None, energy_j=None)

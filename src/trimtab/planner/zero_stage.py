@@ -132,12 +132,7 @@ def choose_stage(
 
     Args:
         profile: single-process profile of a rank's part of the batch; its own limits and weights apply.
-        traces: memory traces of a rank.
-        ranks: world size.
-        calibration: measured link.
         shape_of: returns the times and sizes of a plan's micro-batch for the communication model; None if unknown.
-        engine: sharding backend; traces are always torch's.
-        rehearsed: earlier dry runs on these ranks.
 
     Raises:
         InfeasibleError: no stage meets the limits.
@@ -182,8 +177,7 @@ def _considered(
 ) -> list[StageCost] | RefusedStage:
     """Return the costs of a way's plans that meet the limits, the largest micro-batches first; or a refusal.
 
-    A plan per micro-batch size, because communication depends on the number of micro-batches. If memory is weighed,
-    also the fastest plan per size, possibly the only plan within a time limit.
+    A plan per micro-batch size, because communication depends on their number; if memory is weighed, also the fastest.
     """
     try:
         costs = _within(profile, traces, job, way)
@@ -208,11 +202,7 @@ def _considered(
 
 
 def _within(profile: Profile, traces: Sequence[RankPeakMemory], job: _Job, way: Way) -> list[StageCost]:
-    """Return the costs of a way's plans predicted to meet the memory limit, the largest micro-batches first.
-
-    Raises:
-        InfeasibleError: there is none.
-    """
+    """Return the costs of a way's plans predicted to meet the memory limit, largest first; InfeasibleError if none."""
     there = at_stage(profile_for_stage(profile, job.engine, way[0]), [trace for trace in traces if trace.way == way])
     margin, memory = held_with(profile.device.kind, way), profile.budget.memory_bytes
     beyond = job.rehearsed.beyond_bytes(way)
@@ -276,7 +266,6 @@ def _score(each: StageCost, unit: StageCost, objective: Objective) -> float:
 
 
 def _cost(plan: Plan, job: _Job, way: Way, margin: float) -> StageCost | None:
-    """Return the cost of a plan when sharded; None if its time is unknown."""
     shape = job.shape_of(plan)
     if shape is None or plan.predicted is None:
         return None
@@ -308,7 +297,6 @@ def _cost(plan: Plan, job: _Job, way: Way, margin: float) -> StageCost | None:
 
 
 def _as_sent(plan: Plan, calibration: LinkCalibration, shape: StepShape) -> WindowCost:
-    """Return the cost of a step with the plan's own way to send gradients."""
     bucket = None if plan.bucket_bytes.value is None else int(plan.bucket_bytes.value)
     way = ways_to_send(plan, calibration, shape)[str(plan.reduce_dtype.value), bucket]
     return replace(way.cost, exposed_s=way.cost.exposed_s + way.cast_s)
