@@ -45,7 +45,7 @@ def interval(values):
 def test_a_windows_estimates_are_unbiased(rows, uneven_terms):
     rng = numpy.random.default_rng(0)
     terms = [(1 + index % 3) * m for index, m in enumerate(rows)] if uneven_terms else None
-    found = [estimate(*window_of(rng, rows, terms)) for _ in range(4000)]
+    found = [estimate(*window_of(rng, rows, terms)) for _ in range(2500)]
     for name, truth in (("trace", TRACE), ("norm2", NORM2)):
         mean, half = interval([getattr(each, name) for each in found])
         assert abs(mean - truth) < half, name
@@ -68,7 +68,7 @@ def test_the_unweighted_form_would_be_wrong_on_uneven_sizes():
 def test_partial_sums_agree_with_the_exact_estimates(rows):
     rng = numpy.random.default_rng(1)
     exact, partial = [], []
-    for _ in range(8000):
+    for _ in range(3000):
         means, terms, sizes = window_of(rng, rows)
         exact.append(estimate(means, terms, sizes))
         sums = numpy.cumsum([m * g for m, g in zip(sizes, means, strict=True)], axis=0)
@@ -139,14 +139,6 @@ def test_an_average_stays_as_sure_as_it_says_while_k_rises():
 
 class ByDegrees(WindowNoise):
     norm2_weight = WindowNoise.degrees
-
-
-def test_an_average_follows_what_changes():
-    average = NoiseAverage(memory=20)
-    for trace in [1.0] * 100 + [5.0] * 100:
-        average.add(WindowNoise(trace, 1.0, 4, 4))
-    assert average.noise.trace == pytest.approx(5.0, rel=0.05)
-    assert average.noise.scale == pytest.approx(5.0, rel=0.05)
 
 
 def test_an_old_average_weighs_less_but_never_nothing():

@@ -110,10 +110,6 @@ def test_uses_are_spread_and_closest_at_first():
     assert gaps[-1] == account.every == 20
 
 
-def test_a_cheap_technique_is_used_in_every_window():
-    assert used(0.001, 500).uses == 500 - FRESH
-
-
 def test_what_a_pause_saved_is_there_for_a_new_beginning():
     account = used(0.05, REVIEW)
     assert not account.review(gain=0.0).pays

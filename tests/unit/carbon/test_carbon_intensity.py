@@ -16,7 +16,6 @@ from trimtab.carbon.intensity import Intensity
 from trimtab.carbon.job import TrainingJob
 from trimtab.carbon.pause_schedule import when_to_train
 from trimtab.carbon.services import (
-    G_PER_KWH_OF_LB_PER_MWH,
     MOST_BYTES,
     ConstantIntensity,
     CsvIntensity,
@@ -245,10 +244,6 @@ def test_watttime(service):
     assert path == "/v3/forecast?region=CAISO_NORTH&signal_type=co2_moer&horizon_hours=72"
 
 
-def test_a_pound_per_megawatt_hour_is_so_many_grams_per_kilowatt_hour():
-    assert pytest.approx(0.45359237) == G_PER_KWH_OF_LB_PER_MWH
-
-
 @pytest.mark.parametrize("meta", [{"units": "kg_co2_per_mwh"}, {"signal_type": "co2_aoer"}, {"region": "X"}])
 def test_watttime_in_another_unit_is_refused(service, meta):
     service.answers |= {"/login": (200, b'{"token": "abc"}'), "/v3/forecast": (200, watttime_body(**meta))}
@@ -314,14 +309,15 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize("source", [GreatBritain, ElectricityMaps, WattTime])
-@pytest.mark.parametrize("fault", FAULTS)
+WITH_SECRETS = [(name, kind) for name in ("401", "echo", "broken off") for kind in (ElectricityMaps, WattTime)]
+
+
+@pytest.mark.parametrize(("fault", "source"), [*((name, GreatBritain) for name in FAULTS), *WITH_SECRETS])
 def test_training_starts_whatever_a_service_does(service, fault, source):
     answer, code, words = FAULTS[fault]
     service.answers["*"] = answer
-    named = {} if source is GreatBritain else {"zone": "DE"} if source is ElectricityMaps else {"region": "X"}
     began = time.monotonic()
-    asked = source(**named, base_url=service.url, timeout_s=0.2)
+    asked = source(*(["X"] if source is not GreatBritain else []), base_url=service.url, timeout_s=0.2)
     found, reason = forecast_or_reason(asked, NOW)
     assert time.monotonic() - began < 2
     assert found is None
@@ -401,11 +397,6 @@ def test_offline_nothing_is_fetched(service, monkeypatch):
 
 
 # What a command names.
-
-
-def test_a_command_names_a_figure_or_a_file_and_its_kind():
-    assert named("350", "average") == ConstantIntensity(350.0, "average")
-    assert named("grid.csv", "marginal") == CsvIntensity("grid.csv", "marginal")
 
 
 @pytest.mark.parametrize(

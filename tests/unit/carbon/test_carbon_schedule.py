@@ -136,19 +136,13 @@ def test_without_a_forecast_it_starts_now_and_says_why():
     assert found.describe() == "start now: the service answered 429"
 
 
-@pytest.mark.parametrize("begins_h", [1, -3])
-def test_where_the_present_is_not_known_it_starts_now(begins_h):
-    forecast = trace([100, 50, 10], begin_s=NOW + begins_h * HOUR)
-    found = when_to_train(forecast, TrainingJob(HOUR, 1000), NOW, NOW + DAY)
+@pytest.mark.parametrize(("begins_h", "hours"), [(1, 1), (-3, 1), (0, 3.5)])
+def test_where_the_present_or_the_end_of_the_run_is_not_known_it_starts_now(begins_h, hours):
+    forecast = trace([300, 200, 100], begin_s=NOW + begins_h * HOUR)
+    found = when_to_train(forecast, TrainingJob(hours * HOUR, 1000), NOW, NOW + DAY)
     assert found.is_start_now
-    assert found.grams is None
-    assert found.code == "carbon.forecast_too_short"
-
-
-def test_where_starting_now_runs_out_of_what_is_known_it_starts_now():
-    found = when_to_train(trace([300, 200, 100]), TrainingJob(3.5 * HOUR, 1000), NOW, NOW + DAY)
-    assert found.is_start_now
-    assert "2026-03-01T03:00" in found.describe()
+    assert (found.grams, found.code) == (None, "carbon.forecast_too_short")
+    assert begins_h or "2026-03-01T03:00" in found.describe()
 
 
 def test_only_what_is_known_is_used():
@@ -228,13 +222,6 @@ def test_what_is_found_fits_between_the_steps():
     assert when_to_train(known, job, NOW, NOW + 5 * HOUR).grams == pytest.approx(0.25)
     known = trace([400, 200, 900, 100, 100])
     assert hours_used(when_to_train(known, job, NOW, NOW + 5 * HOUR)) == [(1.5, 2), (3, 5)]
-
-
-@pytest.mark.parametrize("kind", ["average", "marginal"])
-def test_a_schedule_says_of_which_kind_it_is(kind):
-    found = when_to_train(trace([300, 100], kind=kind), TrainingJob(HOUR, 1000), NOW, NOW + DAY)
-    assert found.kind == kind
-    assert f"{kind} carbon intensity" in found.describe()
 
 
 @pytest.mark.parametrize(
@@ -325,7 +312,7 @@ def everything(steps, job, last):
                     yield stretches
 
 
-@settings(max_examples=200)
+@settings(max_examples=120)
 @given(cases())
 def test_it_is_the_best_of_everything_there_is(case):
     steps, levels, job, forecast, deadline = case
@@ -335,7 +322,7 @@ def test_it_is_the_best_of_everything_there_is(case):
     assert found.grams == pytest.approx(least, rel=1e-6, abs=1e-12)
 
 
-@settings(max_examples=200)
+@settings(max_examples=120)
 @given(cases(longest=2, shortest=2, most=5))
 def test_where_all_is_whole_steps_no_schedule_of_half_steps_is_better(case):
     """But where waiting takes more than pausing, which a moment of training would end, or idling than a restart."""

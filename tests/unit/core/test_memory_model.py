@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from raising import raises
 
 from trimtab.core.errors import ValueGivenError
-from trimtab.core.memory_model import PeakMemoryModel
+from trimtab.core.memory_model import PeakMemoryModel, aligned_peaks
 from trimtab.core.serialization import from_json, to_json
 
 bytes_held = st.integers(0, 10**9)
@@ -50,3 +50,26 @@ def test_what_is_no_pair_of_steps_is_refused():
     for rows in ((2, 2), (0, 2), (3, 2)):
         with raises(ValueGivenError, code="value.invalid", field="rows"):
             PeakMemoryModel.through([1], [2], rows)
+
+
+def held(changes):
+    return list(itertools.accumulate(changes))
+
+
+def test_a_gradient_that_arrives_later_in_one_of_two_backwards_moves_no_line():
+    """Torch may run the nodes of two biases before or after the release of a tensor that they wait for."""
+    few = [100, 40, 4, -50, -20, 30]  # the 4, independent of the samples, comes before the releases
+    many = [200, 80, -100, -40, 4, 60]  # and here after them
+    kinds = [1, 1, 1, -1, -1, 1], [1, 1, -1, -1, 1, 1]
+    model = PeakMemoryModel.through(*aligned_peaks(held(few), held(many), *kinds), (4, 8))
+    assert model.peak_bytes(4) == 144
+    assert model.peak_bytes(8) == 280  # the peak is where the order is the same
+    assert model.peak_bytes(2) == 76  # 126 from moments that do not correspond
+
+
+@given(st.permutations([1, 1, 1, 1, -1, -1, -1]), st.permutations([1, 1, 1, 1, -1, -1, -1]))
+def test_the_largest_of_each_trace_is_kept_whatever_the_order(few, many):
+    ours, theirs = aligned_peaks(held(few), held(many), few, many)
+    assert (max(ours), max(theirs)) == (max(held(few)), max(held(many)))
+    assert len(ours) == len(theirs)
+    assert aligned_peaks(few, few, few, few) == (few, few)

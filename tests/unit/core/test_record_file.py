@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import errno
+import math
+import tracemalloc
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from raising import raises
 
+from trimtab.core import record as record_module
 from trimtab.core.errors import FormatError
 from trimtab.core.record import (
     End,
@@ -21,7 +24,9 @@ from trimtab.core.record import (
     StepRecord,
     read_header,
     read_record,
+    read_summary,
     read_together,
+    summary_of,
     write_record,
 )
 
@@ -43,7 +48,14 @@ def written(tmp_path_factory):
 def read(folder, content: bytes) -> RunRecord:
     path = folder / "read.jsonl"
     path.write_bytes(content)
-    return read_record(path)
+    try:
+        whole = read_record(path)
+    except FormatError:
+        with pytest.raises(FormatError):
+            read_summary(path)
+        raise
+    assert read_summary(path).header == whole.header
+    return whole
 
 
 def test_every_kind_of_line_has_a_line(written):
@@ -62,9 +74,9 @@ def test_a_torn_last_line_is_dropped_wherever_it_is_torn(tmp_path, written):
 
 def test_a_torn_header_is_no_record(tmp_path, written):
     header = written.index(b"\n")
-    for cut in (0, 1, header // 2, header):
+    for content in (*(written[:cut] for cut in (0, 1, header // 2, header)), written[header + 1 :]):
         with raises(FormatError, code="record.no_header"):
-            read(tmp_path, written[:cut])
+            read(tmp_path, content)
 
 
 @given(data=st.data())
@@ -102,16 +114,6 @@ def test_a_line_of_another_shape_is_refused(tmp_path, written, line, code, place
     assert caught.value.field in str(caught.value) or place in str(caught.value)
 
 
-def test_another_schema_is_refused(tmp_path):
-    with raises(FormatError, code="json.schema"):
-        read(tmp_path, b'{"kind": "header", "name": "x", "schema": 1}\n')
-
-
-def test_a_record_begins_with_its_header(tmp_path):
-    with raises(FormatError, code="record.no_header"):
-        read(tmp_path, b'{"kind": "end", "reason": "x"}\n')
-
-
 def test_lines_written_before_a_crash_are_kept(tmp_path):
     path = tmp_path / "run.jsonl"
     writer = RecordWriter(path, RECORD.header)
@@ -144,11 +146,6 @@ def test_the_end_is_read_back_and_its_absence_too(tmp_path, written):
     assert read(tmp_path, written).end is None
 
 
-def test_a_record_that_is_not_there_is_named(tmp_path):
-    with raises(FormatError, code="file.unreadable"):
-        read_record(tmp_path / "absent.jsonl")
-
-
 def test_a_header_is_read_alone_and_strictly(tmp_path, written):
     path = tmp_path / "read.jsonl"
     path.write_bytes(written[: written.index(b"\n") + 1] + b"{")
@@ -170,3 +167,50 @@ def test_runs_that_are_read_as_one_tell_all_that_differs_between_them():
     assert read_together([{"torch": "2.13"}, second]) == {"torch": "2.13", "sources": "unknown / def"}
     assert read_together([{"torch": "2.13"}, {}]) == {"torch": "2.13"}
     assert read_together([{}, {}]) == read_together([]) == {}
+
+
+def steps_written(path, steps: int):
+    with RecordWriter(path, Header("it", 3)) as writer:
+        for index in range(steps):
+            noise = 2.0 if index == 1 else None
+            writer.write(StepRecord(index, 4, 4.0, 1.0 / (1 + index), 0.1, 0.5, index != 2, noise_scale=noise))
+        writer.write(Evaluation(8, 1.0, {"accuracy": 0.25}))
+        writer.write(Evaluation(20, 2.5, {"accuracy": 0.5}))
+        writer.write(Event("it", 1, {"a": 1}))
+        writer.write(End("closed"))
+    return path
+
+
+def test_a_summary_has_the_figures_of_the_whole_record(tmp_path):
+    path = steps_written(tmp_path / "r.jsonl", 5)
+    whole, found = read_record(path), read_summary(path)
+    assert repr(found) == repr(summary_of(whole))
+    assert (found.header, found.end, tuple(found.events)) == (whole.header, whole.end, whole.events)
+    assert list(found.steps.loss) == [step.loss for step in whole.steps]
+    assert (len(found.steps), found.steps.num_skipped) == (5, 1)
+    assert [math.isnan(each) for each in found.steps.noise_scale] == [True, False, True, True, True]
+    assert found.last_evaluation == whole.evaluations[-1]
+    assert (found.steps.trained(), found.steps.trained(3)) == ((20, 2.5), (8, 1.0))
+
+
+def test_a_summary_takes_less_memory_than_its_file(tmp_path):
+    path = steps_written(tmp_path / "r.jsonl", 1000)
+    tracemalloc.start()
+    try:
+        read_summary(path)
+        assert tracemalloc.get_traced_memory()[1] < path.stat().st_size
+    finally:
+        tracemalloc.stop()
+
+
+def test_a_line_without_end_is_refused(tmp_path, written, monkeypatch):
+    monkeypatch.setattr(record_module, "LINE_BYTES", 300)
+    with raises(FormatError, code="file.too_large"):
+        read(tmp_path, written + b"x" * 400)
+
+
+@pytest.mark.parametrize("change", [{"samples": -1}, {"index": 2**80}, {"wall_s": -0.5}, {"num_micro_batches": -2}])
+def test_impossible_counts_are_refused(tmp_path, change):
+    line = {"kind": "step", "index": 0, "samples": 4, "terms": 4, "loss": 1, "learning_rate": 1, "wall_s": 1} | change
+    with pytest.raises(FormatError, match=":2"):
+        read(tmp_path, b'{"kind": "header", "name": "it"}\n' + str(line).replace("'", '"').encode() + b"\n")

@@ -152,6 +152,7 @@ class Machine:
 
     def run(self, stage: Trials) -> tuple[Trial, ...]:
         """Return a stage's trials, as `calibrate.trials.run_stage` does."""
+        assert len(set(stage.candidates)) == len(stage.candidates)
         self.stages.append(stage)
         num_blocks = self.num_blocks if stage.accepts else 3
         drifts = [self._rng.lognormvariate(0, self.drift) for _ in range(num_blocks)]

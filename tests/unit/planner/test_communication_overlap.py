@@ -86,16 +86,6 @@ def test_buckets_against_a_clock_that_ticks(blocks, cap, latency):
     assert found == pytest.approx(by_ticks_of_buckets(blocks, cap, latency))
 
 
-def test_buckets_by_hand():
-    """2 blocks of 100 B and 1 s each; buckets come after 0.8, 1.6 and 2 s, and are reduced by 1.3, 2.1 and 2.35 s."""
-    shape = StepShape(1.0, 2.0, 0.0, (100, 100), (0.5, 0.5))
-    assert bucket_sizes(200, 80) == [80, 80, 40]
-    link = link_of(0.0, 160.0)
-    assert spent_on_buckets(Parallelism(2, bucket_bytes=80), link, shape) == pytest.approx((0.35, 1.25))
-    slow = link_of(0.0, 80.0)  # each waits for the one before: 0.8, 1.8, 2.8, 3.3
-    assert spent_on_buckets(Parallelism(2, bucket_bytes=80), slow, shape) == pytest.approx((1.3, 2.5))
-
-
 # Sharded blocks.
 
 
@@ -141,11 +131,3 @@ def by_ticks_of_blocks(blocks) -> tuple[int, int]:
 @given(st.lists(st.tuples(st.integers(1, 9), st.integers(0, 9), st.integers(0, 9)), min_size=1, max_size=8))
 def test_blocks_against_a_clock_that_ticks(blocks):
     assert spent_on_blocks([BlockTimes(*each) for each in blocks]) == pytest.approx(by_ticks_of_blocks(blocks))
-
-
-def test_blocks_by_hand():
-    """The first gather is waited for, the others are not; nor a reduction but the last one."""
-    assert spent_on_blocks([BlockTimes(3, 2), BlockTimes(3, 2), BlockTimes(3, 2)]) == (2, 6)
-    assert spent_on_blocks([BlockTimes(3, 0, 2), BlockTimes(3, 0, 2), BlockTimes(3, 0, 2)]) == (2, 6)
-    # Gathers of 5 behind blocks of 3: 5, then 2 for each of the two that follow.
-    assert spent_on_blocks([BlockTimes(3, 5), BlockTimes(3, 5), BlockTimes(3, 5)]) == (9, 15)

@@ -170,19 +170,6 @@ def test_a_batch_that_is_free_holds_gradients_beside_a_forward():
     assert CostModel(freed).predict(REFERENCE).peak_bytes >= 900 * MIB
 
 
-@given(st.floats(1e-3, 1e3), st.floats(0.005, 0.05), st.integers(0, 100))
-def test_the_unit_of_time_is_the_trials(unit, noise, seed):
-    machine = Machine(speed={"bf16": 1.7}, noise=noise, seed=seed)
-    profile = measured(machine)
-    scaled = replace(
-        profile,
-        trials=tuple(replace(t, block_s=tuple(unit * s for s in t.block_s)) for t in profile.trials),
-    )
-    for ours, theirs in zip(priced_candidates(profile, Budget()), priced_candidates(scaled, Budget()), strict=True):
-        assert theirs.cost.step_s == pytest.approx(unit * ours.cost.step_s)
-        assert theirs.cost.peak_bytes == ours.cost.peak_bytes
-
-
 @given(st.floats(0.0, 0.5), st.sampled_from([True, False]))
 def test_smaller_slices_never_take_more_memory(split_s, traces):
     profile: Profile = measured(Machine(split_s=split_s, traces=traces), objective=MEMORY)

@@ -7,8 +7,7 @@ from simulated_machine import MIB, Machine, measured
 
 from trimtab.core.objective import Budget, Objective, Reference
 from trimtab.core.plan import SplitCheck
-from trimtab.core.profile import OWN_PEAK, Profile
-from trimtab.core.serialization import from_json, to_json
+from trimtab.core.profile import OWN_PEAK
 from trimtab.planner.plan_choice import choose
 from trimtab.planner.trial_statistics import CLEARLY_MORE
 
@@ -68,12 +67,6 @@ def test_where_splitting_changes_the_gradient_the_micro_batch_stays_the_loops_ow
 def test_a_batch_that_does_not_divide_evenly_is_accumulated_in_parts_that_are_no_larger():
     profile, plan = decided(Machine(split_s=0.3), reference=Reference(accumulate=6))
     assert profile.reference_candidate.micro_batch == plan.micro_batch.value == 11
-
-
-def test_decisions_replay_from_a_file():
-    profile, plan = decided(Machine(split_s=0.3, weight={"bf16": 0.4}), reference=ACCUMULATES)
-    again = from_json(Profile, to_json(profile))
-    assert choose(again, Objective(), Budget()) == plan
 
 
 @pytest.mark.parametrize(("weight", "changes"), [(1.05, ("precision",)), (1.2, ())])

@@ -45,7 +45,7 @@ def test_noise_of_single_steps_is_smoothed_away():
     assert choose_rate(lone).scale == pytest.approx(10, rel=0.3)
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("steps", [40, 60, 100])
 def test_where_on_a_floor_the_loss_is_lowest_does_not_matter(steps, seed):
     """It falls to a floor at 12x, and is ragged from there on."""
@@ -96,10 +96,6 @@ def test_an_edge_below_three_times_keeps_the_users_rate():
     assert (found.scale, found.rejected) == (1.0, ())
 
 
-def test_a_flat_loss_keeps_the_users_rate():
-    assert choose_rate([RatePoint(scale, 2.5) for scale in SCALES]).scale == 1.0
-
-
 @pytest.mark.parametrize("losses", [[], [2.0] * 4, [2.0, 1.9, 1.8, 1.7] + [math.nan] * 20, [math.inf] * 30])
 def test_a_test_that_diverged_at_once_keeps_the_users_rate(losses):
     found = choose_rate([RatePoint(scale, loss) for scale, loss in zip(SCALES, losses, strict=False)])
@@ -119,7 +115,7 @@ NOISES = {
 def test_noise_alone_keeps_the_users_rate(noise, steps):
     """A flat loss with noise is lowest somewhere, at 17x in the middle of the test: that is no valley."""
     rng, found = random.Random(steps), []
-    for _ in range(1000):
+    for _ in range(400):
         scales = (WIDEST ** (i / (steps - 1)) for i in range(steps))
         found.append(choose_rate([RatePoint(scale, 2.0 + noise(rng)) for scale in scales]))
     kept = [choice for choice in found if choice.scale == 1.0]
@@ -128,7 +124,7 @@ def test_noise_alone_keeps_the_users_rate(noise, steps):
     assert any(choice.code == "range_test.no_decrease" for choice in kept)
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(5))
 def test_a_valley_five_times_as_deep_as_the_noise_is_found(seed):
     rng = random.Random(seed)
     points = [RatePoint(p.scale, p.loss + rng.gauss(0, 0.2)) for p in curve(30.0)]  # it falls by 0.3 * log(30) = 1.02

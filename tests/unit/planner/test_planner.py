@@ -12,8 +12,7 @@ from simulated_machine import CPU, HEAD, MIB, Machine, candidate_of, measured, p
 from trimtab.core.errors import InfeasibleError
 from trimtab.core.objective import Budget, Objective, Reference
 from trimtab.core.plan import Choice, Effect, SplitCheck
-from trimtab.core.profile import Candidate, Profile, Trial
-from trimtab.core.serialization import from_json, to_json
+from trimtab.core.profile import Candidate, Trial
 from trimtab.planner.cost_model import CostModel
 from trimtab.planner.plan_choice import choose
 from trimtab.planner.tuned_plan import RateChoice, adapt_learning_rate
@@ -57,7 +56,7 @@ def test_a_gain_inside_the_noise_is_declined_with_its_reason():
     assert "A/A control" in reasons_against(plan, "precision")["bf16"]
 
 
-def kept_precision(bf16, control=(1.0, 1.03, 0.97, 1.0, 1.0)) -> Choice:
+def kept_precision(bf16, control) -> Choice:
     """Return the reason for keeping fp32 where bf16 took these seconds in the final; the control resolves about 3%."""
     whole = Candidate("fp32", "keep", False, 64)
     half = replace(whole, precision="bf16")
@@ -78,16 +77,13 @@ def kept_precision(bf16, control=(1.0, 1.03, 0.97, 1.0, 1.0)) -> Choice:
         ((0.99, 1.0, 0.99, 1.01, 1.0), "trial.no_gain", "2.7%"),
         ((0.6, 1.2, 0.7, 1.1, 0.8), "trial.not_significant", ""),  # 1.19x, but from 0.9 to 1.6
         ((0.5,) * 3, "trial.not_significant", ""),
+        ((0.5,) * 5, "trial.no_control", ""),
     ],
 )
 def test_a_setting_is_kept_for_the_reason_that_holds(bf16, code, figure):
-    kept = kept_precision(bf16)
+    kept = kept_precision(bf16, () if code == "trial.no_control" else (1.0, 1.03, 0.97, 1.0, 1.0))
     assert kept.code == code
     assert figure in kept.reason
-
-
-def test_a_setting_kept_without_a_control_says_so():
-    assert kept_precision((0.5,) * 5, control=()).code == "trial.no_control"
 
 
 def test_a_setting_that_nothing_was_put_before_was_not_run_against_the_loop():
@@ -104,7 +100,7 @@ def test_a_gain_too_small_to_be_worth_a_change_is_no_noise():
     assert all(figure in plan.fused_optimizer.reason for figure in ("0.47%", "1%", "1.05x the speed"))
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(8))
 @pytest.mark.parametrize("can_retain", [False, True])
 def test_noise_alone_changes_nothing(seed, can_retain):
     """Also where nothing is predicted to be worth a run against the loop, and none is made."""
@@ -130,6 +126,9 @@ def test_what_does_not_apply_says_why():
     assert plan.fused_optimizer.code == "optimizer.no_fused"
     assert "Lion" in plan.fused_optimizer.reason
     assert plan.micro_batch.code == "batch.one_sample"
+    refused = planned(Machine(), supports_fused=False, fused_refusal="planted difference").fused_optimizer
+    assert (refused.value, refused.code) == (False, "optimizer.no_fused")
+    assert "planted difference" in refused.reason
 
 
 def test_a_refused_split_keeps_the_users_batch():
@@ -174,18 +173,28 @@ def test_less_memory_at_equal_time_is_taken(noise):
     assert plan.micro_batch.code == "trial.less_memory"
 
 
-def test_an_impossible_memory_budget_names_the_nearest():
+@pytest.mark.parametrize(
+    ("machine", "budget", "got", "figures"),
+    [
+        (
+            Machine(split_s=0.01),
+            Budget(memory=105 * MIB),
+            "fp32, micro-batch 1: peak memory 110 MiB is over the budget of 105 MiB",
+            ("110 MiB", "1.63 s per step"),
+        ),
+        (
+            Machine(speed={"bf16": 2.0}, split_s=0.2),
+            Budget(time=0.3),
+            "bf16, micro-batch 64: 550 ms per step is over the budget of 300 ms",
+            ("740 MiB", "550 ms per step"),
+        ),
+    ],
+)
+def test_an_impossible_budget_names_the_nearest_settings(machine, budget, got, figures):
     with raises(InfeasibleError, code="plan.infeasible", field="budget") as caught:
-        planned(Machine(split_s=0.01), budget=Budget(memory=105 * MIB), can_retain=False)
-    assert "fp32, micro-batch 1: peak memory 110 MiB is over the budget of 105 MiB" in caught.value.got
-    assert all(figure in caught.value.hint for figure in ("110 MiB", "1.63 s per step"))
-
-
-def test_an_impossible_time_budget_names_the_fastest():
-    with raises(InfeasibleError, code="plan.infeasible", field="budget") as caught:
-        planned(Machine(speed={"bf16": 2.0}, split_s=0.2), budget=Budget(time=0.3), can_retain=False)
-    assert "bf16, micro-batch 64: 550 ms per step is over the budget of 300 ms" in caught.value.got
-    assert all(figure in caught.value.hint for figure in ("740 MiB", "550 ms per step"))
+        planned(machine, budget=budget, can_retain=False)
+    assert got in caught.value.got
+    assert all(figure in caught.value.hint for figure in figures)
 
 
 def test_a_time_budget_may_need_two_settings_together():
@@ -194,9 +203,10 @@ def test_a_time_budget_may_need_two_settings_together():
     assert (plan.precision.value, plan.allocator.value) == ("bf16", "retain")
 
 
-def test_a_loop_that_never_ran_is_infeasible_and_says_why():
+@pytest.mark.parametrize("budget", [Budget(), Budget(memory=800 * MIB)])
+def test_a_loop_that_never_ran_is_infeasible_and_says_why(budget):
     with raises(InfeasibleError, code="plan.no_trial_ran", field="plan") as caught:
-        planned(Machine(fails=lambda stage, candidate: "ValueError: no"))
+        planned(Machine(fails=lambda stage, candidate: "ValueError: no"), budget=budget)
     assert "ValueError: no" in str(caught.value)
 
 
@@ -215,30 +225,18 @@ def test_a_failed_trial_becomes_a_loser_with_its_reason():
     assert {trial.candidate.precision for trial in profile.trials if trial.error} == {"bf16"}
 
 
-def test_a_loop_that_cannot_run_as_it_is_may_run_in_slices():
-    """The user's batch runs out of memory: a plan is found, its baseline is not measured."""
-    machine = Machine(fails=lambda stage, c: "out of memory" if c.micro_batch > 16 and stage != "optimizer" else None)
-    profile = measured(machine, supports_fused=False, can_retain=False)
+def test_a_loop_that_cannot_run_whole_is_planned_in_slices_of_every_mode():
+    """The fastest is found although no mode ran on the whole batch; the plan's baseline is not measured."""
+    machine = Machine(speed={"bf16": 3.0}, fails=lambda stage, c: "out of memory" if c.micro_batch > 16 else None)
+    profile = measured(machine, can_retain=False)
+    stages = list(dict.fromkeys(trial.stage for trial in profile.trials))
+    assert stages[:4] == ["modes", "sizes", "modes in slices", "optimizer"]
     grid = itertools.product(("fp32", "bf16"), ("keep", "channels_last"))
     assert set(CostModel(profile).modes) == {Candidate(*mode, False, 16) for mode in grid}
     plan = choose(profile, Objective(), Budget())
-    assert plan.micro_batch.value == 16
-    assert plan.baseline is None
+    assert (plan.micro_batch.value, plan.precision.value, plan.baseline) == (16, "bf16", None)
     assert "baseline: not measured" in str(plan)
     assert "(out of memory)" in plan.micro_batch.reason
-
-
-def test_a_loop_that_cannot_run_whole_is_asked_for_its_modes_in_slices():
-    """What is fastest is found though nothing ran at the whole batch."""
-    machine = Machine(
-        speed={"bf16": 3.0},
-        fails=lambda stage, c: "out of memory" if c.micro_batch > 16 else None,
-    )
-    profile = measured(machine)
-    stages = list(dict.fromkeys(trial.stage for trial in profile.trials))
-    assert stages[:4] == ["modes", "sizes", "modes in slices", "optimizer"]
-    plan = choose(profile, Objective(), Budget())
-    assert (plan.micro_batch.value, plan.precision.value) == (16, "bf16")
 
 
 def test_a_screened_precision_is_a_loser_that_was_never_tried():
@@ -372,20 +370,6 @@ def test_a_choice_stands_at_the_weights_it_was_made_with(memory):
             assert choose(profile, Objective(time=1 - beyond, memory=beyond), Budget()).micro_batch != plan.micro_batch
 
 
-def test_a_plan_the_budget_forces_needs_no_gain():
-    plan = planned(Machine(split_s=0.5), budget=Budget(memory=300 * MIB), can_retain=False)
-    assert plan.micro_batch.value == 16
-    assert plan.measured.step_s == pytest.approx(2.5)
-    assert plan.predicted.step_s == pytest.approx(2.5)
-
-
-def test_a_recorded_profile_gives_the_same_plan():
-    profile = measured(Machine(speed=FAST, fused_speed=2.0, noise=0.02, drift=0.3))
-    plan = choose(profile, Objective(), Budget())
-    assert choose(from_json(Profile, to_json(profile)), Objective(), Budget()) == plan
-    assert plan.changes  # something was decided
-
-
 def test_a_recorded_profile_can_be_decided_under_another_budget():
     """By what its trials predict; nobody ran it."""
     recorded = measured(Machine(speed={"bf16": 1.5}, split_s=0.1), can_retain=False, always=True)
@@ -443,13 +427,6 @@ def test_a_plan_that_was_never_run_says_so():
     assert ": 0.24x the speed, predicted and not run" in str(plan)
 
 
-def test_a_limit_that_binds_nothing_changes_nothing_of_a_plan():
-    recorded = measured(Machine(speed={"bf16": 1.5}, noise=0.01), can_retain=False)
-    plan, same = (choose(recorded, Objective(), Budget(memory=limit)) for limit in (None, 2**60))
-    assert (plan.changes, plan.verified) == (same.changes, same.verified)
-    assert plan.verified is not None
-
-
 def test_what_a_final_rejected_is_not_taken_under_another_limit():
     def step(stage: str, candidate: Candidate) -> float:
         return 0.96 if candidate.precision == "bf16" and not stage.startswith("final") else 1.0
@@ -457,11 +434,6 @@ def test_what_a_final_rejected_is_not_taken_under_another_limit():
     recorded = measured(Machine(step_of=step), can_retain=False, check=REFUSED, has_convolutions=False)
     assert recorded.stage("final")
     assert choose(recorded, Objective(), Budget(memory=2**60)).changes == ()
-
-
-def test_a_loop_that_can_be_traced_and_never_runs_is_no_matter_of_its_budget():
-    with raises(InfeasibleError, code="plan.no_trial_ran", field="plan"):
-        planned(Machine(fails=lambda stage, candidate: "ValueError: no"), budget=Budget(memory=800 * MIB))
 
 
 def test_a_neutral_change_does_not_ride_on_a_real_one():
@@ -537,27 +509,18 @@ def test_waiting_for_data_is_the_users_to_change():
     assert choose(quick, Objective(), Budget()).advice == ()
 
 
-def test_a_range_test_that_found_nothing_changes_nothing_and_is_charged():
+@pytest.mark.parametrize("scale", [1.0, 4.0])
+def test_a_range_test_is_charged_and_a_higher_rate_makes_a_tuned_plan(scale):
     base = planned(Machine(speed={"bf16": 2.0}))
-    plan = adapt_learning_rate(base, RateChoice(1.0, "the loss gains nothing above it"), 7.5)
-    assert (plan.plan_kind, plan.changes) == ("equivalent", base.changes)
-    assert (plan.schedule.value, plan.schedule.changed) == ("user", False)
-    assert (plan.planning_s, plan.search_s) == (20.0, 7.5)
-    assert "the loss gains nothing above it" in str(plan)
-
-
-@pytest.mark.parametrize("scale", [1.5, 4.0])
-def test_a_learning_rate_makes_it_tier_f_and_is_charged(scale):
-    base = planned(Machine(speed={"bf16": 2.0}))
-    plan = adapt_learning_rate(base, RateChoice(scale, "a third of 12x"), 7.5)
-    assert plan.plan_kind == "tuned"
-    assert plan.schedule.value == "warmup_cosine"
-    assert plan.learning_rate_scale.value == scale
-    assert plan.learning_rate_scale.changed
+    plan = adapt_learning_rate(base, RateChoice(scale, "by its loss"), 7.5)
+    is_tuned = scale > 1
+    assert (plan.learning_rate_scale.value, plan.learning_rate_scale.changed) == (scale, is_tuned)
+    assert plan.plan_kind == ("tuned" if is_tuned else "equivalent")
+    assert (plan.schedule.value, plan.schedule.changed) == ("warmup_cosine" if is_tuned else "user", is_tuned)
+    assert [loser.code for loser in plan.schedule.rejected] == ["setting.not_tried"] * is_tuned
     assert (plan.planning_s, plan.search_s) == (20.0, 7.5)
     assert values(plan)[:6] == values(base)[:6]
-    assert "7.5 s of search" in str(plan)
-    assert [loser.code for loser in plan.schedule.rejected] == ["setting.not_tried"]
+    assert all(words in str(plan) for words in ("by its loss", "7.5 s of search"))
 
 
 @pytest.mark.parametrize(
@@ -565,12 +528,10 @@ def test_a_learning_rate_makes_it_tier_f_and_is_charged(scale):
     [
         (None, 100, None, ""),
         (24, None, None, ""),
-        (24, 480, None, ""),  # 5% of the run are as many steps
         (24, 476, None, ""),  # as many steps after rounding
         (24, 465, 0.052, "24 of 465 steps"),
         (24, 100, 0.24, "24 of 100 steps"),
         (31, 100, 0.3, "30% of the run"),
-        (31, 10, 0.3, "30% of the run"),
     ],
 )
 def test_a_rate_rises_for_as_many_steps_as_in_its_range_test(rising, steps, rise, figures):
@@ -628,10 +589,3 @@ def test_a_loop_with_gradient_hooks_keeps_all_but_what_changes_no_bit():
     assert set(plan.changes) <= {"allocator", "recompute"}
     for name in ("precision", "memory_layout", "fused_optimizer", "loss_chunk", "compiled", "micro_batch"):
         assert "a tensor hook" in getattr(plan, name).reason
-
-
-def test_a_fused_step_that_differs_is_not_chosen_and_its_reason_is_said():
-    plan = planned(Machine(), supports_fused=False, fused_refusal="planted difference")
-    assert plan.fused_optimizer.value is False
-    assert plan.fused_optimizer.code == "optimizer.no_fused"
-    assert "planted difference" in plan.fused_optimizer.reason

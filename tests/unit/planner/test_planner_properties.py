@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from hypothesis import assume, example, given
 from hypothesis import strategies as st
-from simulated_machine import GPU, MIB, SPLITTABLE, Machine, candidate_of, measured, values
+from simulated_machine import GPU, MIB, SPLITTABLE, Machine, candidate_of, measured
 
 from trimtab.core.errors import InfeasibleError
 from trimtab.core.objective import Budget, Cost, Objective
@@ -156,14 +156,6 @@ def test_the_unit_of_time_changes_no_word_of_the_plan(machine, facts, exponent):
         plan, baseline=None, predicted=None, measured=None, front=()
     )
     assert scaled.predicted.step_s == plan.predicted.step_s * 2.0**exponent
-
-
-@given(machines(noise=st.floats(0.005, 0.05), drift=st.floats(0.0, 0.5)), facts, st.floats(1e-3, 1e3))
-def test_any_unit_of_time_makes_the_same_choices(machine, facts, unit):
-    profile = measured(machine, device=GPU, **facts)
-    trials = tuple(replace(t, block_s=tuple(unit * s for s in t.block_s)) for t in profile.trials)
-    scaled = choose(replace(profile, trials=trials), Objective(), Budget())
-    assert values(scaled) == values(choose(profile, Objective(), Budget()))
 
 
 @given(machines(**NOISY), facts, limits)

@@ -89,14 +89,7 @@ def test_a_plan_says_what_a_rank_holds_and_what_its_window_takes():
 def test_under_a_limit_a_stage_is_chosen_that_meets_it_whole(memory, stage, peak):
     plan, _ = choose(profile_of(memory=memory))
     assert (plan.zero_stage.value, plan.predicted.peak_bytes) == (stage, peak * MIB)
-
-
-def test_a_stage_that_does_not_meet_it_splits_its_batch_or_is_told_why_not():
-    _, found = choose(profile_of(memory=430))
-    first = found[0]
-    assert isinstance(first, StageCost)
-    assert first.plan.micro_batch.value == 16
-    assert first.peak_bytes <= 430 * MIB
+    assert ("zero_stage" in plan.changes, plan.plan_kind) == (stage > 0, "equivalent")
 
 
 def test_gradients_are_reduced_after_each_micro_batch_where_holding_them_is_too_much():
@@ -113,12 +106,6 @@ def test_a_stage_that_shards_is_chosen_without_a_layout(memory, stage, layout):
     plan, found = choose(profile_of(memory=memory, speed={"channels_last": 1.5}))
     assert (plan.zero_stage.value, plan.memory_layout.value) == (stage, layout)
     assert all(each.plan.memory_layout.value == "keep" for each in found if each.way[0] >= 2 and hasattr(each, "plan"))
-
-
-@pytest.mark.parametrize(("memory", "is_changed"), [(751, False), (716, True)])
-def test_a_stage_that_is_not_what_a_loop_on_ranks_does_is_a_change(memory, is_changed):
-    plan, _ = choose(profile_of(memory=memory))
-    assert ("zero_stage" in plan.changes, plan.plan_kind) == (is_changed, "equivalent")
 
 
 def test_limits_that_no_stage_meets_are_refused():
@@ -268,12 +255,6 @@ def test_shards_are_reduced_in_half_of_the_bytes_where_it_is_worth_it(once, memo
     fast = third(profile, calibration(), once=once).plan
     assert (fast.reduce_dtype.value, fast.reduce_dtype.changed) == ("fp32", False)
     assert third(profile, replace(slow, cast_s_per_byte=1e-6), once=once).plan.reduce_dtype.value == "fp32"
-
-
-def test_several_micro_batches_that_are_reduced_once_are_too():
-    plan = third(profile_of(memory=400), calibration(2e6)).plan
-    assert plan.num_micro_batches > 1
-    assert (plan.reduce_dtype.value, [loser.value for loser in plan.reduce_dtype.rejected]) == ("bf16", ["fp32"])
 
 
 @pytest.mark.parametrize("memory", [720, 300, 100])

@@ -126,11 +126,6 @@ def test_a_verified_schedule_stays_under_a_looser_limit_where_nothing_is_better(
     assert again.verified == chosen.verified
 
 
-def test_weights_on_memory_weigh_recomputing_too():
-    plan = planned(machine(), objective=Objective(time=0.2, memory=0.8))
-    assert plan.recompute.changed
-
-
 def test_a_limit_that_binds_nothing_leaves_what_memory_weighs():
     objective = Objective(time=0.2, memory=0.8)
     profile = measured(machine(), objective=objective, always=True)

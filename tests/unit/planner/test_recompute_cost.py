@@ -112,12 +112,6 @@ def test_what_lies_between_stages_is_held_whatever_is_recomputed():
         assert predict(beside, schedule).peak_bytes == predict(plain, schedule).peak_bytes + 3 * 2
 
 
-def test_schedules_of_one_level_take_one_more_forward_at_the_most():
-    chain = alike(16)
-    for schedule in (every_block(16), sqrt_segments(16)):
-        assert predict(chain, schedule).recompute_s <= sum(each.forward_s for each in chain)
-
-
 def test_nested_segments_run_more_than_twice():
     chain = alike(4, saved=5)
     found = predict(
