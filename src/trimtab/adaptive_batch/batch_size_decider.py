@@ -170,7 +170,7 @@ class BatchSizeDecider(Stateful):
     def _continue_with(self, batches: int, base: int) -> None:
         """Resume with the number of loader batches per step from a checkpoint, limited by `k_max`.
 
-        If this run splits loader batches into smaller micro-batches than the saved run, `k_max` may allow fewer batches.
+        If this run splits loader batches into smaller micro-batches than the saved run, `k_max` may allow fewer.
         """
         self.k, self._base_k = (min(n * self._unit, largest_k(self._rule, self._unit)) for n in (batches, base))
         if self.num_batches != batches:

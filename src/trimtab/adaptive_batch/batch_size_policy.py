@@ -137,7 +137,7 @@ def decide(rule: BatchRule, standing: PolicyInput) -> BatchSizeDecision:
 
 
 def _decide_in_doubt(rule: BatchRule, standing: PolicyInput, doubt: Note) -> BatchSizeDecision:
-    """Move k only in the direction on which all plausible noise scales agree: gradients lost in noise need a large k."""
+    """Move k only in the direction on which all plausible noise scales agree: much noise needs a large k."""
     assert standing.noise is not None
     policy = _POLICIES[rule.policy]
     k, wanted, reason = policy(rule, replace(standing, noise=standing.noise.at_least()))
