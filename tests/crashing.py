@@ -41,9 +41,10 @@ from trimtab.training import data_position
 from trimtab.training.accumulation import WindowWeights
 from trimtab.training.data_position import DataPosition
 from trimtab.training.nonfinite import NonFinitePolicy
-from trimtab.training.out_of_memory import MicroBatchLimit, OutOfMemoryRetry
+from trimtab.training.out_of_memory import MicroBatchLimit
 from trimtab.training.step_recorder import StepRecorder
 from trimtab.training.training_progress import TrainingProgress
+from trimtab.training.window_snapshot import OutOfMemoryRetry
 
 ROWS, WINDOWS = 8, 60
 

@@ -16,6 +16,8 @@ exact); a copy of each gradient (without norms); and nothing, as control.
 from __future__ import annotations
 
 import functools
+import copy
+import functools
 import itertools
 import random
 import sys
@@ -35,7 +37,6 @@ from trimtab.measure.gradient_norms import GradientNorms, squared_norm
 from trimtab.measure.timing import synchronize
 from trimtab.planner.statistics import Interval, ratio_interval, resolution
 from trimtab.tasks.task import Task
-from trimtab.training.batch_size_controller import BatchSizeController, FixedBatchSize
 
 # (task, micro-batches per step, pairs, pairs with --quick)
 CASES = (("digits_resnet", 4, 2000, 90), ("source_gpt", 4, 450, 12), ("source_gpt", 1, 150, 12))
@@ -55,15 +56,17 @@ def steps_of(task: Task, k: int) -> tuple[Step, Step, OverheadBudget]:
     precision = "bf16" if task.name in {name for name, *_ in PAPER_SIZE} else "fp32"
     plan = Plan.fixed(task.batch_size, micro_batch=task.batch_size // k, batch_rule=rule, precision=precision)
     run = trimtab.start(model, task.make_optimizer(model), plan)
-    watching, plain = run._control, FixedBatchSize()
-    assert isinstance(watching, BatchSizeController)
+    watching, hooks = run._control, run._hooks
+    assert watching is not None
+    without = copy.copy(hooks)
+    without.remove(watching)
 
-    def step(batch: Any, control: BatchSizeController | FixedBatchSize) -> None:
-        run._control = control
+    def step(batch: Any, *, is_watched: bool) -> None:
+        run._control, run._hooks = (watching, hooks) if is_watched else (None, without)
         run.train_step(run.window(batch), task.loss_fn)
 
-    account = watching._account
-    return lambda batch: step(batch, watching), lambda batch: step(batch, plain), account
+    watched, plain = functools.partial(step, is_watched=True), functools.partial(step, is_watched=False)
+    return watched, plain, watching._account
 
 
 def alternate(task: Task, arms: list[Step], pairs: int, skip: int) -> list[list[float]]:

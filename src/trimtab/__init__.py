@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from trimtab.distributed.process_group import process_group
     from trimtab.distributed.sharded_loader import shard
     from trimtab.losses import Summed
-    from trimtab.training.batch_splitting import UnprovedSplitWarning
     from trimtab.training.run import Run
+    from trimtab.training.split_conditions import UnprovedSplitWarning
 
 __version__ = "0.1.0"
 __all__ = [
@@ -60,7 +60,7 @@ _LAZY = dict.fromkeys(("Metering", "plan", "profile", "start"), "trimtab.api") |
     "Checkpoints": "trimtab.checkpoint.config",
     "Run": "trimtab.training.run",
     "Summed": "trimtab.losses",
-    "UnprovedSplitWarning": "trimtab.training.batch_splitting",
+    "UnprovedSplitWarning": "trimtab.training.split_conditions",
     "process_group": "trimtab.distributed.process_group",
     "shard": "trimtab.distributed.sharded_loader",
 }

@@ -49,8 +49,9 @@ from trimtab.profiling.training_settings_search import (
     tune_plan,
 )
 from trimtab.settings.optimizers import modules_beside, require_alone
-from trimtab.training.batch_splitting import BatchSplitting, Count, Split, of_same_size, warn_of_unproved_split
+from trimtab.training.batch import BatchSplitting, Count, Split, of_same_size
 from trimtab.training.run import LossFn, Run
+from trimtab.training.split_conditions import warn_of_unproved_split
 from trimtab.training.step_recorder import StepRecorder
 
 MOST_BATCHES = 16

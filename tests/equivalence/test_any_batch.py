@@ -27,7 +27,7 @@ from trimtab.losses import Summed
 from trimtab.measure.memory_trace import trace_step
 from trimtab.profiling.gradient_equivalence import check_splitting
 from trimtab.profiling.training_loop import TrainingLoop
-from trimtab.training.batch_splitting import BatchSplitting
+from trimtab.training.batch import BatchSplitting
 
 STEPS = 3
 

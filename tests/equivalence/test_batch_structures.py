@@ -14,7 +14,7 @@ from torch import nn
 from training_cases import ROWS, class_case
 
 from trimtab.core.plan import Plan
-from trimtab.training.batch_splitting import BY_CONTAINERS
+from trimtab.training.batch import BY_CONTAINERS
 
 Pair = namedtuple("Pair", ["inputs", "labels"])
 

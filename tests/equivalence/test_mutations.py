@@ -21,12 +21,12 @@ import trimtab
 from trimtab.core.plan import Plan
 from trimtab.settings import clip_norm as clip_norm_module
 from trimtab.settings import memory_layout, optimizers, precision
-from trimtab.training import loader_iteration, window
 from trimtab.training import run as run_module
+from trimtab.training import window
 from trimtab.training.accumulation import WindowWeights
-from trimtab.training.batch_splitting import BatchSplitting
-from trimtab.training.call_order import CallOrder
+from trimtab.training.batch import BatchSplitting
 from trimtab.training.training_progress import TrainingProgress
+from trimtab.training.window import OpenWindow
 
 # The checks, as the suite makes them.
 
@@ -206,7 +206,7 @@ def clip_before_correction(patch):
 
 def correction_twice(patch):
     """Unscale does not remember that it corrected."""
-    patch.setattr(CallOrder, "unscaled", property(lambda self: False, lambda self, value: None), raising=False)
+    patch.setattr(OpenWindow, "unscaled", property(lambda self: False, lambda self, value: None), raising=False)
 
 
 def leaking_rates(patch):
@@ -244,7 +244,7 @@ def last_slice_dropped(patch):
 
     slices = BatchSplitting.slices
     patch.setattr(BatchSplitting, "slices", whole)
-    patch.setattr(loader_iteration, "Window", Shorter)
+    patch.setattr(window, "Window", Shorter)
 
 
 def slices_in_reverse(patch):

@@ -28,7 +28,7 @@ from trimtab.experiments.report.run_page import run_page
 from trimtab.experiments.results import read_result
 from trimtab.experiments.settings_file import NAME as SETTINGS
 from trimtab.experiments.settings_file import read_settings
-from trimtab.training.checkpoint_hooks import WindowDecision
+from trimtab.training.hooks import WindowDecision
 
 
 def in_folder(name, read):

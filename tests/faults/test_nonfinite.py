@@ -102,7 +102,7 @@ def test_a_window_that_is_no_number_is_skipped_once(place, value):
 
 def test_without_putting_buffers_back_batch_statistics_would_be_lost(monkeypatch):
     """So that the test above can fail."""
-    monkeypatch.setattr("trimtab.state.window_snapshot.WindowSnapshot.restore_skipped", lambda self: None)
+    monkeypatch.setattr("trimtab.training.window_snapshot.WindowSnapshot.restore_skipped", lambda self: None)
     with pytest.raises(AssertionError):
         test_a_window_that_is_no_number_is_skipped_once("input", math.nan)
 

@@ -18,7 +18,8 @@ import trimtab
 from trimtab.core.errors import MemoryLimitError
 from trimtab.core.plan import Plan, SplitCheck
 from trimtab.training import out_of_memory
-from trimtab.training.out_of_memory import is_out_of_memory, recovers_from
+from trimtab.training.out_of_memory import is_out_of_memory
+from trimtab.training.window_snapshot import recovers_from
 
 ROWS, WINDOWS, FAILING = 16, 6, 2
 
@@ -144,7 +145,7 @@ def test_a_run_grows_back_and_records_it(tmp_path, monkeypatch):
 
 def test_without_putting_buffers_and_random_numbers_back_it_would_differ(monkeypatch):
     """So that the test above can fail."""
-    monkeypatch.setattr("trimtab.state.window_snapshot.WindowSnapshot.restore", lambda self: None)
+    monkeypatch.setattr("trimtab.training.window_snapshot.WindowSnapshot.restore", lambda self: None)
     with pytest.raises(AssertionError):
         test_the_window_is_what_it_had_been_in_smaller_micro_batches(8, 1, "backward", torch.optim.AdamW)
 

@@ -40,7 +40,7 @@ from trimtab.measure.blocks import find_blocks
 from trimtab.planner.multi_rank_plan import for_replicas
 from trimtab.tasks.models.gpt import GPT, GPTShape
 from trimtab.tasks.models.resnet import Bottleneck, ResNet
-from trimtab.training.batch_splitting import has_batch_statistics
+from trimtab.training.split_conditions import has_batch_statistics
 
 ROOT = Path(__file__).parents[2]
 HERE = {"cpu": "AMD EPYC Processor avx2", "cpu_cores": "2", "os": "Linux", "sources": "abc"}

@@ -18,7 +18,7 @@ from trimtab.core import validation
 from trimtab.core.errors import FormatError, TrimtabError, ValueGivenError
 from trimtab.core.files import AppendOnlyFile, not_written, written_beside
 from trimtab.core.serialization import from_jsonable, to_jsonable
-from trimtab.training.checkpoint_hooks import WindowDecision
+from trimtab.training.hooks import WindowDecision
 
 NAME = "decisions.jsonl"
 _LONGEST = 2**20  # maximum bytes of a line; the first line contains a plan

@@ -43,7 +43,7 @@ from trimtab.core.serialization import from_jsonable, to_jsonable, unquoted
 from trimtab.core.stateful import Load, loading_parts
 from trimtab.core.stopping_rule import StopReason
 from trimtab.measure.finite_check import nonfinite_parameter
-from trimtab.training.checkpoint_hooks import WindowDecision
+from trimtab.training.hooks import WindowDecision
 from trimtab.training.run import Run
 from trimtab.training.user_hooks import require_saved
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from trimtab.core.errors import FormatError, ModelError, OptimizerError, ValueGivenError
 from trimtab.core.stateful import Load, Stateful, require_keys
 from trimtab.settings.memory_layout import align_state
-from trimtab.state.window_snapshot import can_be_written
+from trimtab.training.window_snapshot import can_be_written
 
 # Non-persistent buffers: statistics, masks and caches that training uses but `state_dict()` leaves out.
 

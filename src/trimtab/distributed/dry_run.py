@@ -40,12 +40,11 @@ from trimtab.settings.optimizers import drop_gradients
 from trimtab.state.loop_state import unchanged_by
 from trimtab.state.peak_memory import alive_between_steps, peak_bytes, storage_bytes
 from trimtab.state.process_state import ProcessState
-from trimtab.state.window_snapshot import bytes_to_begin_anew
 from trimtab.training.backend import Backend
-from trimtab.training.batch import tensors_in
-from trimtab.training.batch_splitting import BY_CONTAINERS, BatchSplitting
-from trimtab.training.out_of_memory import is_out_of_memory, recovers_from
+from trimtab.training.batch import BY_CONTAINERS, BatchSplitting, tensors_in
+from trimtab.training.out_of_memory import is_out_of_memory
 from trimtab.training.run import LossFn, Run
+from trimtab.training.window_snapshot import bytes_to_begin_anew, recovers_from
 
 # Dry run of a plan on copies of a model and its optimizer: step time and peak memory on all ranks.
 

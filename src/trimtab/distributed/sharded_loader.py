@@ -15,9 +15,7 @@ from trimtab.core.errors import BatchError, ValueGivenError
 from trimtab.distributed.process_group import is_apart
 from trimtab.distributed.rank_consistency import DIFFER, dataset_facts, differing_texts, text_of
 from trimtab.state.data_state import is_stateful
-from trimtab.training.batch import iterate
-from trimtab.training.batch_splitting import BY_CONTAINERS, BatchSplitting
-from trimtab.training.rank_sync import EmptyBatch
+from trimtab.training.batch import BY_CONTAINERS, BatchSplitting, EmptyBatch, iterate
 
 
 def samples_of_rank(rows: int, rank: int, num_ranks: int) -> slice:

@@ -24,8 +24,7 @@ from trimtab.planner.rank_profile import WAYS, RankPeakMemory, Way
 from trimtab.planner.zero_stage import choose_stage
 from trimtab.profiling.candidate_traces import MIN_SAMPLES, trace_here
 from trimtab.profiling.communication_profile import step_shape
-from trimtab.training.batch import to_device
-from trimtab.training.batch_splitting import BY_CONTAINERS
+from trimtab.training.batch import BY_CONTAINERS, to_device
 from trimtab.training.run import LossFn
 
 RankLoop = tuple[nn.Module, Optimizer, LossFn, Any]  # of a rank, with its part of a batch on the model's device

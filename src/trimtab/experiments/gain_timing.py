@@ -35,7 +35,7 @@ from trimtab.settings.recompute import use_plan
 from trimtab.state.process_state import ProcessState
 from trimtab.tasks.placement import place_data, prefetch
 from trimtab.tasks.task import Task, TaskData
-from trimtab.training.batch_splitting import BY_CONTAINERS
+from trimtab.training.batch import BY_CONTAINERS
 
 ROUNDS = 8
 _FEWEST = 2

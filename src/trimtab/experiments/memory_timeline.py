@@ -14,7 +14,7 @@ from trimtab.experiments.baselines.loop import autocast, move
 from trimtab.measure.memory_trace import Prepare, as_it_is, trace_step
 from trimtab.settings.recompute import use_plan
 from trimtab.tasks.task import Task, TaskData
-from trimtab.training.batch_splitting import BY_CONTAINERS
+from trimtab.training.batch import BY_CONTAINERS
 
 
 def step_memory(task: Task, data: TaskData, device: torch.device, plan: Plan | None) -> StepMemory | None:

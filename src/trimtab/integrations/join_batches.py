@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from trimtab.core.errors import InfeasibleError
 from trimtab.core.plan import Plan
-from trimtab.training.batch_splitting import BY_CONTAINERS, has_batch_statistics
+from trimtab.training.batch import BY_CONTAINERS
+from trimtab.training.split_conditions import has_batch_statistics
 
 
 class WindowBatches:

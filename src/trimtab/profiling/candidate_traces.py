@@ -22,8 +22,7 @@ from trimtab.profiling.smoke_test import CrashTest
 from trimtab.profiling.training_loop import TrainingLoop
 from trimtab.settings import loss_chunk, optimizers
 from trimtab.settings.precision import autocast
-from trimtab.training.batch import to_device
-from trimtab.training.batch_splitting import BY_CONTAINERS, BatchSplitting
+from trimtab.training.batch import BY_CONTAINERS, BatchSplitting, to_device
 from trimtab.training.run import LossFn
 
 Told = TypeVar("Told")

@@ -51,10 +51,10 @@ from trimtab.settings.compiled import noting_calls
 from trimtab.settings.precision import dtype_of
 from trimtab.state.loop_state import TORCH_GENERATORS, ChangeKind, LoopState, StateChange
 from trimtab.training.accumulation import WindowWeights
-from trimtab.training.batch import map_leaves, samples_at
-from trimtab.training.batch_splitting import BY_CONTAINERS, UNKNOWN, BatchSplitting, normalises_by_batch
+from trimtab.training.batch import BY_CONTAINERS, UNKNOWN, BatchSplitting, map_leaves, samples_at
 from trimtab.training.out_of_memory import is_out_of_memory
 from trimtab.training.sample_count import read_sample_count
+from trimtab.training.split_conditions import normalises_by_batch
 
 # Check of the loss's use of the model, before any measurement.
 

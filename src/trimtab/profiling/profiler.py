@@ -68,9 +68,9 @@ from trimtab.settings.precision import autocast
 from trimtab.state import process_state
 from trimtab.state.loop_state import LoopState, unchanged_by
 from trimtab.state.peak_memory import forget_peak, is_profiled
-from trimtab.state.window_snapshot import bytes_to_begin_anew
 from trimtab.training.out_of_memory import is_out_of_memory
 from trimtab.training.user_hooks import ForwardHookCollector, GradientHook, gradient_hooks, in_words, require_plannable
+from trimtab.training.window_snapshot import bytes_to_begin_anew
 
 # One plain optimizer step before the measurements: finds hooks of the forward and side effects of the backward.
 

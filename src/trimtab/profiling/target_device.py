@@ -37,8 +37,9 @@ from trimtab.settings.loss_chunk import count_head_tokens
 from trimtab.settings.optimizers import check_ownership
 from trimtab.settings.precision import autocast
 from trimtab.settings.recompute import use_schedule
-from trimtab.training.batch_splitting import BY_CONTAINERS, BatchSplitting, has_batch_statistics
+from trimtab.training.batch import BY_CONTAINERS, BatchSplitting
 from trimtab.training.run import LossFn
+from trimtab.training.split_conditions import has_batch_statistics
 
 # Traces of a model's blocks for a CUDA target device, in bytes and operators.
 

@@ -22,8 +22,7 @@ from trimtab.settings.precision import autocast
 from trimtab.state.loop_state import LoopState
 from trimtab.state.peak_memory import alive_between_steps
 from trimtab.training.apply_plan import require_free
-from trimtab.training.batch import tensors_in, to_device
-from trimtab.training.batch_splitting import BY_CONTAINERS, BatchSplitting
+from trimtab.training.batch import BY_CONTAINERS, BatchSplitting, tensors_in, to_device
 from trimtab.training.run import LossFn, Run
 
 

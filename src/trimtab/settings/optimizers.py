@@ -275,6 +275,11 @@ def _foreign(foreign: list[Tensor], loss_fn: Callable[..., Any] | None) -> Optim
     )
 
 
+def has_own_zero_grad(optimizer: torch.optim.Optimizer) -> bool:
+    """Return True if an optimizer's class or the user replaced `zero_grad`."""
+    return getattr(optimizer.zero_grad, "__func__", None) is not torch.optim.Optimizer.zero_grad
+
+
 def drop_gradients(optimizer: torch.optim.Optimizer, *, between_steps: bool = False) -> None:
     """Set gradients to None, like `optimizer.zero_grad(set_to_none=True)` in half the time (docs/LOG.md).
 
@@ -287,7 +292,7 @@ def drop_gradients(optimizer: torch.optim.Optimizer, *, between_steps: bool = Fa
     Raises:
         OptimizerError: the user's own `zero_grad` keeps gradients between steps.
     """
-    if getattr(optimizer.zero_grad, "__func__", None) is not torch.optim.Optimizer.zero_grad:
+    if has_own_zero_grad(optimizer):
         groups = optimizer.param_groups if between_steps else []
         before = [(p.grad, p.grad._version, p) for group in groups for p in group["params"] if p.grad is not None]
         is_replaced = "zero_grad" in vars(optimizer)

@@ -106,6 +106,9 @@ def fp16_replacement(device: torch.device) -> str:
 class MixedPrecision(Stateful):
     """Precision of a run: autocast, and torch's dynamic loss scaler for fp16.
 
+    Attributes:
+        scales: True if a loss scale is used.
+
     Raises:
         ValueGivenError: the device does not support the precision.
     """
@@ -114,13 +117,9 @@ class MixedPrecision(Stateful):
         check_available(name, device)
         self.name, self._device = name, device
         self._scaler = torch.amp.GradScaler(device.type) if name == "fp16" else None
+        self.scales = self._scaler is not None
         self._before = 0.0  # Loss scale before the last step.
         self._scale: float | None = None  # Last value read, since reading synchronises; None if it may have changed.
-
-    @property
-    def scales(self) -> bool:
-        """True if a loss scale is used."""
-        return self._scaler is not None
 
     @property
     def loss_scale(self) -> float | None:
@@ -178,6 +177,7 @@ class MixedPrecision(Stateful):
     def leave_fp16(self, name: str | None = None) -> None:
         """Switch to bf16 or fp32 for the rest of the run."""
         self.name, self._scaler, self._scale = name or fp16_replacement(self._device), None, None
+        self.scales = False
 
     def state_dict(self) -> dict[str, Any]:
         """Return the precision's name and the scaler's state."""

@@ -24,7 +24,7 @@ from trimtab.settings.cuda_graphs import GraphReplayer
 from trimtab.settings.precision import retained_memory
 from trimtab.settings.weight_decay import use_weight_decay
 from trimtab.state.peak_memory import most_bytes
-from trimtab.training.call_order import ForwardRecorder
+from trimtab.training.window import ForwardRecorder
 
 # Comparison of compiled and uncompiled steps during training; compilation is turned off if it is slower.
 

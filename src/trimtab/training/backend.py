@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from trimtab.core.plan import Plan
 from trimtab.settings import clip_norm as clip_norm_module
 from trimtab.settings.precision import MixedPrecision
-from trimtab.training.gradient_sync import GradientSync
+from trimtab.training.gradient_sync import GradientSync, data_parallel
 from trimtab.training.metadata_exchange import MetadataExchange, SingleProcessExchange
 from trimtab.training.used_parameters import ShardedParameterUse
 
@@ -104,6 +104,8 @@ class TorchBackend:
         Returns:
             Gradient norm before clipping; None if unneeded.
         """
+        if clip_norm is None and not wants_norm and isinstance(factor, float) and factor == 1.0:
+            return None
         return clip_norm_module.scale_and_clip(self.optimizer, factor, clip_norm, wants_norm=wants_norm)
 
     def step(self, precision: MixedPrecision) -> bool:
@@ -125,37 +127,51 @@ class UserBackend(TorchBackend):
 
     def spread(self, model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan) -> None:
         """Change nothing; raise if DDP would not reduce all gradients of the model."""
-        self.model, self.optimizer, self._sync = model, optimizer, GradientSync(model, self.exchange)
-        self._sync.require_no_static_graph(plan)
-        self._sync.require_all(optimizer, of_user=True)
-        self._used = ShardedParameterUse(model, self.exchange)
+        self.model, self.optimizer = model, optimizer
+        self._sync = GradientSync(model, self.exchange) if data_parallel(model) is not None else None
+        if self._sync is not None:
+            self._sync.require_no_static_graph(plan)
+            self._sync.require_all(optimizer, of_user=True)
+        used = ShardedParameterUse(model, self.exchange)
+        self._used = used if used.is_needed else None
 
     def settle(self) -> None:
         """Let DDP rebuild its buckets if needed."""
-        self._sync.settle(self.optimizer)
+        if self._sync is not None:
+            self._sync.settle(self.optimizer)
 
     def begin(self, *, last: bool) -> None:
         """Disable gradient synchronisation for all micro-batches but the last."""
-        self._sync.begin(last=last)
-        self._used.begin(last=last)
+        if self._sync is not None:
+            self._sync.begin(last=last)
+        if self._used is not None:
+            self._used.begin(last=last)
 
     def begin_backward(self, loss: Tensor) -> None:
         """In the first windows of a sharded model, check that all ranks used the same layers."""
-        self._used.begin_backward(loss)
+        if self._used is not None:
+            self._used.begin_backward(loss)
 
     def backward(self, loss: Tensor) -> None:
         """Run a micro-batch's backward pass; after the last one of a window every gradient is reduced."""
-        self._used.backward(lambda: super(UserBackend, self).backward(loss))
-        self._sync.complete()
+        if self._used is None:
+            loss.backward()
+        else:
+            self._used.backward(loss.backward)
+        if self._sync is not None:
+            self._sync.complete()
 
     def end(self) -> None:
         """Enable gradient synchronisation again."""
-        self._sync.end()
-        self._used.reset()
+        if self._sync is not None:
+            self._sync.end()
+        if self._used is not None:
+            self._used.reset()
 
     def gather(self, error: BaseException | None) -> None:
         """Leave model and optimizer unchanged; report the error to the other ranks and close the exchange."""
-        self._used.close()
+        if self._used is not None:
+            self._used.close()
         if error is not None:
             self.exchange.failed(error)
         self.exchange.close()

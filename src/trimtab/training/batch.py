@@ -1,8 +1,8 @@
-"""Operations on batches: select samples, move to a device, rebuild containers.
+"""Operations on batches: count and select samples, split, move to a device, rebuild containers.
 
-A batch is any nesting of mappings, lists, tuples and dataclasses. The module `samples` determines which parts of a
-batch belong to which sample. Objects of unknown classes pass through unchanged, except for a move to the device by
-their own `to` method.
+A batch is any nesting of mappings, lists, tuples and dataclasses. The module `sample_count` determines which
+parts of a batch belong to which sample. Objects of unknown classes pass through unchanged, except for a move to the
+device by their own `to` method.
 """
 
 from __future__ import annotations
@@ -12,17 +12,16 @@ import functools
 import warnings
 import zlib
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from trimtab.core.errors import BatchError
+from trimtab.core.errors import BatchError, ValueGivenError
 from trimtab.training import sample_count as of_batch
-from trimtab.training.sample_count import flat_samples, is_leaf, leaf_samples, set_fields
-
-# Copies of the nested lists and dicts of constants in a batch, made only if a loss may change the originals.
+from trimtab.training.sample_count import SampleCount, is_image, is_leaf, leaf_samples, set_fields
 
 
 class NestedLists:
@@ -34,10 +33,11 @@ class NestedLists:
 
     Attributes:
         are_copied: True if the next micro-batch gets copies.
+        is_used: True if the current micro-batch has nested containers, so that `returned` must be called.
     """
 
     def __init__(self) -> None:
-        self.are_copied, self._are_changed = True, False
+        self.are_copied, self._are_changed, self.is_used = True, False, False
         self._number = 1  # Number of the next micro-batch.
         self._pairs: list[tuple[Sequence[Any], list[Any]]] = []
 
@@ -49,7 +49,7 @@ class NestedLists:
 
     def returned(self) -> None:
         """Compare the copies with the originals, after the loss and its backward."""
-        pairs, self._pairs = self._pairs, []
+        pairs, self._pairs, self.is_used = self._pairs, [], False
         if not self._are_changed:
             self._are_changed = any(list(items) != copies for items, copies in pairs)
         self._number += 1
@@ -57,13 +57,32 @@ class NestedLists:
 
     def dropped(self) -> None:
         """Drop the copies of a micro-batch whose loss raised."""
-        self._pairs = []
+        self._pairs, self.is_used = [], False
 
 
 Batch = Any
 _LEAVES = of_batch.PLAIN | {Tensor}
 _LONG = 16  # Lists from this length on are copied deeply only if a loss changes them in place.
 _DEPTH = 4  # Depth of the search for tensors in the attributes of objects.
+
+
+def flat_samples(batch: Any) -> int:
+    """Return the number of samples of a flat tuple, list or dict of dense tensors of equal length; else 0."""
+    kind = type(batch)
+    if kind is dict:
+        items = batch.values()
+    elif kind is tuple or kind is list:
+        items = batch
+    else:
+        return 0
+    samples, is_images = 0, kind is list
+    for each in items:
+        if type(each) is not Tensor or not each.dim() or (samples and each.size(0) != samples):
+            return 0
+        if each.layout is not torch.strided or each.is_nested:
+            return 0
+        samples, is_images = each.size(0), is_images and is_image(each)
+    return 0 if is_images else samples
 
 
 def part(batch: Batch, chosen: slice, samples: int) -> Batch:
@@ -168,8 +187,18 @@ def with_new_containers(batch: Batch, inner: NestedLists | None = None, contents
         return batch
     if _flat(batch) is not None:
         return batch if type(batch) is tuple else batch.copy()
+    if inner is not None:
+        inner.is_used = True
     shared: Container[int] = () if inner is None or inner.are_copied or contents is None else contents.long_lists
     return _renewed(batch, inner, shared)
+
+
+def handed_out(
+    batch: Batch, device: torch.device, inner: NestedLists | None = None, contents: BatchContents | None = None
+) -> Batch:
+    """Return a micro-batch for the loss: on the device, in new containers. Arguments as for `with_new_containers`."""
+    given = with_new_containers(batch, inner, contents)
+    return given if contents is not None and contents.are_on(device) else to_device(given, device)
 
 
 def _renewed(value: Any, inner: NestedLists | None, shared: Container[int]) -> Any:
@@ -216,6 +245,10 @@ def _copy(leaf: Any) -> Any:
         return copy.deepcopy(leaf)
     except Exception:  # Iterators and open files are passed on as they are.
         return leaf
+
+
+class EmptyBatch:
+    """Placeholder that a loader yields instead of a batch on a rank without samples of that batch."""
 
 
 class BatchContents(NamedTuple):
@@ -457,3 +490,176 @@ def _rebuild_mapping(original: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
     except Exception:  # For example a class that fixes the sizes of its tensors.
         return items
     return made
+
+
+Count = Callable[[Any], int]
+Split = Callable[[Any, int, int], Any]
+UNKNOWN = "batch.samples_unknown"
+_WAY_OUT = "Pass count=function to trimtab.plan and trimtab.start; count(batch) returns the number of samples."
+
+
+@dataclass(frozen=True)
+class BatchSplitting:
+    """Counts the samples of a batch and splits it.
+
+    Args:
+        count: `count(batch)` -> number of samples; None reads it from the containers (`samples.read`).
+        split: `split(batch, start, stop)` -> batch of the samples from `start` to `stop`; None slices the containers.
+
+    Raises:
+        ValueGivenError: an argument is not callable.
+    """
+
+    count: Count | None = None
+    split: Split | None = None
+
+    def __post_init__(self) -> None:
+        for name, expected in (("count", "count(batch) -> samples"), ("split", "split(batch, start, stop) -> batch")):
+            value = getattr(self, name)
+            if value is not None and not callable(value):
+                given = f"a {type(value).__name__}"
+                raise ValueGivenError(name, got=given, expected=f"a function {expected}", code=f"{name}.not_callable")
+
+    def read(self, batch: Any) -> SampleCount:
+        """Return the number of samples of a batch and whether the batch can be split.
+
+        Raises:
+            BatchError: the batch has no samples, or `count` raised or returned something else than a positive int.
+        """
+        if self.count is None and self.split is None and (samples := flat_samples(batch)):
+            return SampleCount(samples, is_splittable=True)
+        reading = of_batch.read_sample_count(batch)
+        if self.count is not None:
+            samples = self._counted(self.count, batch)
+            if reading.samples != samples:
+                found = "unclear" if reading.samples is None else reading.samples
+                reason = f"count(batch) returned {samples}, but the number found in its tensors is {found}"
+                reading = SampleCount(
+                    samples, reason=f"{reason}; split=function is needed", code="samples.count_differs"
+                )
+        if reading.samples == 0:
+            raise BatchError(
+                "batch",
+                got="a batch of 0 samples",
+                expected="at least one sample",
+                hint="Skip empty batches in the loader, because a mean over no samples is NaN.",
+                code="batch.no_samples",
+            )
+        if self.split is not None and reading.samples is not None:
+            return SampleCount(reading.samples, is_splittable=True)
+        return reading
+
+    def require(self, batch: Any, field: str = "batch") -> int:
+        """Return the number of samples of a batch.
+
+        Raises:
+            BatchError: the number is unknown (code "batch.samples_unknown"), or `read` raises.
+        """
+        reading = self.read(batch)
+        if reading.samples is None:
+            raise samples_unknown(field, reading.reason)
+        return reading.samples
+
+    def slices(self, batch: Any, samples: int, micro_batch: int, *, is_read: bool = False) -> Iterator[tuple[Any, int]]:
+        """Yield (micro-batch, number of samples) in order; the last may be smaller. Tensors are views.
+
+        Args:
+            is_read: True if `read` found that the batch can be split.
+
+        Raises:
+            BatchError: the batch cannot be split, or `split` returned an unexpected number of samples.
+        """
+        if samples <= micro_batch:
+            yield batch, samples
+            return
+        if self.split is None and not is_read:
+            _require_splittable(batch, samples)
+        for start in range(0, samples, micro_batch):
+            stop = min(start + micro_batch, samples)
+            found = part(batch, slice(start, stop), samples) if self.split is None else self._split(batch, start, stop)
+            yield found, stop - start
+
+    def part(self, batch: Any, start: int, stop: int, samples: int) -> Any:
+        """Return the samples from `start` to `stop` of a batch of `samples` samples.
+
+        Raises:
+            BatchError: the batch cannot be split, or `split` returned an unexpected number of samples.
+        """
+        if self.split is None:
+            _require_splittable(batch, samples)
+            return part(batch, slice(start, stop), samples)
+        return self._split(batch, start, stop)
+
+    def _split(self, batch: Any, start: int, stop: int) -> Any:
+        assert self.split is not None
+        try:
+            found = self.split(batch, start, stop)
+        except Exception as error:
+            raise _failed("split", f"split(batch, {start}, {stop})", error) from error
+        if self.count is not None and (size := self._counted(self.count, found)) != stop - start:
+            raise BatchError(
+                "split",
+                problem=f"split(batch, {start}, {stop}) returned {size} samples (by count) instead of {stop - start}.",
+                hint="Return the samples with indices start to stop - 1 as a batch.",
+                code="batch.split_invalid",
+            )
+        return found
+
+    def _counted(self, count: Count, batch: Any) -> int:
+        try:
+            found = count(batch)
+        except Exception as error:
+            raise _failed("count", "count(batch)", error) from error
+        if isinstance(found, bool) or not isinstance(found, int) or found < 1:
+            given = f"{found!r:.80} from count(batch)"
+            expected = "a positive int, the number of samples of the batch"
+            hint = "Return len(batch), or the length of one of its tensors."
+            raise BatchError("count", got=given, expected=expected, hint=hint, code="batch.count_invalid")
+        return found
+
+
+BY_CONTAINERS = BatchSplitting()
+
+
+def samples_unknown(field: str, reason: str) -> BatchError:
+    """Return the error for a batch whose number of samples is needed but unknown."""
+    given = f"a batch with an unknown number of samples ({reason})"
+    expected = "the same number of samples in every tensor and list"
+    return BatchError(field, got=given, expected=expected, hint=_WAY_OUT, code=UNKNOWN)
+
+
+def of_same_size(longest: Any, example: Any, batching: BatchSplitting = BY_CONTAINERS) -> Any:
+    """Return `longest`, a batch with the longest sequences, after checking its number of samples.
+
+    Raises:
+        ValueGivenError: `longest` and `example` differ in their number of samples.
+    """
+    samples, expected = batching.read(longest).samples, batching.read(example).samples
+    if None not in (samples, expected) and samples != expected:
+        raise ValueGivenError(
+            "longest_batch",
+            got=f"{samples} samples",
+            expected=f"{expected} samples, the size of example_batch",
+            hint="If the loader's batches vary in size, pass the largest batch as example_batch, without "
+            "longest_batch.",
+            code="longest_batch.size",
+        )
+    return longest
+
+
+def _require_splittable(batch: Any, samples: int) -> None:
+    """Raise `BatchError` if the containers of a batch do not show which parts belong to which sample."""
+    if of_batch.quick_samples(batch) == samples:
+        return
+    reading = of_batch.read_sample_count(batch)
+    if reading.samples != samples or not reading.is_splittable:
+        raise not_splittable(reading.reason or f"its tensors have {reading.samples} samples, not {samples}")
+
+
+def _failed(field: str, call: str, error: Exception) -> BatchError:
+    return BatchError(
+        field,
+        problem=f"The function passed as {field}= failed: {call} raised {type(error).__name__}: {error}.",
+        hint=f"Pass a {field} function that accepts every batch of the loader.",
+        code=f"batch.{field}_failed",
+    )

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trimtab.adaptive_batch.batch_size_decider import BatchSizeDecider, Note
@@ -27,10 +27,11 @@ from trimtab.core.stateful import Load, Stateful, loading_parts
 from trimtab.losses import Count
 from trimtab.settings import compiled
 from trimtab.settings.lr_schedule import RateFollower, is_scale_invariant
-from trimtab.training.batch_splitting import keeps_maths
-from trimtab.training.checkpoint_hooks import CheckpointHooks, NoCheckpoints, WindowDecision
+from trimtab.training.accumulation import WindowWeights
+from trimtab.training.hooks import CheckpointHooks, Hook, Outcome, WindowDecision
 from trimtab.training.metadata_exchange import MetadataExchange
 from trimtab.training.noise_monitor import NUM_SECONDS, NoMeasurements, WindowMeasurements, WindowMonitor
+from trimtab.training.split_conditions import keeps_maths
 from trimtab.training.window import Window
 
 # Argument validation of plans with an adaptive batch size.
@@ -79,76 +80,6 @@ def require_alike(exchange: MetadataExchange, facts: Mapping[str, object]) -> No
         )
 
 
-# Batch control for plans with a fixed batch size, which measures nothing.
-
-
-class FixedBatchSize:
-    """Null object with the interface of `BatchControl`.
-
-    Args:
-        num_batches: loader batches per window, as set by the user or by a trainer's configuration.
-    """
-
-    noise = None
-
-    def __init__(self, num_batches: int = 1) -> None:
-        self.num_batches = num_batches
-
-    def micro_batch_of(self, rows: int, planned: int, num_batches: int) -> int:
-        """Return `planned`."""
-        return planned
-
-    def drawing(self) -> contextlib.AbstractContextManager[None]:
-        """Return a null context."""
-        return contextlib.nullcontext()
-
-    def rate_factor(self, num_batches: float) -> float:
-        """Return 1."""
-        return 1.0
-
-    def opened(self, window: Window) -> None:
-        """Do nothing."""
-
-    def begun(self, rows: int, *, of_next: bool, last: bool) -> None:
-        """Do nothing."""
-
-    def backward_begins(self) -> None:
-        """Do nothing."""
-
-    def backward_done(self, rows: int, terms: Count) -> None:
-        """Do nothing."""
-
-    def stepping(self, *window: Any) -> None:
-        """Do nothing."""
-
-    def stepped(self, num_batches: int, agreed: float, *, applied: bool) -> None:
-        """Do nothing."""
-
-    def dropped(self) -> None:
-        """Do nothing."""
-
-    def ran_out(self) -> bool:
-        """Return False: the window was not enlarged."""
-        return False
-
-    def close(self) -> None:
-        """Return None: there is no overhead to report."""
-
-
-def control_of(
-    plan: Plan,
-    model: nn.Module,
-    optimizer: Optimizer,
-    exchange: MetadataExchange,
-    note: Note,
-    keeper: CheckpointHooks | None = None,
-) -> BatchSizeController | FixedBatchSize:
-    """Return the batch size controller of a run; arguments as for `BatchSizeController`."""
-    if plan.batch_rule is None:
-        return FixedBatchSize()
-    return BatchSizeController(plan, model, optimizer, exchange, note, keeper or NoCheckpoints())
-
-
 @dataclass(frozen=True)
 class _WindowRole:
     """Purpose of a window besides training.
@@ -168,7 +99,7 @@ class _WindowRole:
     num_micro_batches: int = 0
 
 
-_TRAINS, _NOBODY = _WindowRole(), FixedBatchSize()  # Role and observer of a window that is not measured.
+_TRAINS = _WindowRole()  # Role of a window that is not measured.
 
 
 @dataclass(frozen=True)
@@ -186,14 +117,16 @@ class _NextWindow:
     num_batches: int
 
 
-class BatchSizeController(Stateful):
+class BatchSizeController(Stateful, Hook):
     """Batch size controller of a run with an adaptive batch size.
 
     Args:
         plan: a plan with a batch rule.
         exchange: metadata exchange with the other ranks.
         note: called with an event's name and values.
-        keeper: checkpoint manager; stores decisions so that a resumed run repeats its windows.
+        weights: loss weights of the run's windows.
+        keeper: checkpoint manager, which stores decisions so that a resumed run repeats its windows; None without
+            checkpoints.
 
     Raises:
         ValueGivenError: the model is under FSDP1, a batch that must be split cannot be split, or ranks have different
@@ -207,10 +140,11 @@ class BatchSizeController(Stateful):
         optimizer: Optimizer,
         exchange: MetadataExchange,
         note: Note,
-        keeper: CheckpointHooks,
+        weights: WindowWeights,
+        keeper: CheckpointHooks | None = None,
     ) -> None:
         assert plan.batch_rule is not None
-        self._keeper = keeper
+        self._keeper, self._weights = keeper, weights
         self._rule, self._exchange, self._note = plan.batch_rule, exchange, note
         may_split = keeps_maths(plan, model)
         is_compiled = bool(plan.compiled.value) or compiled.is_compiled(model)
@@ -244,8 +178,7 @@ class BatchSizeController(Stateful):
         self._deciding_s, self._is_under_way = 0.0, False
         self._role = _TRAINS  # Of the open window, or of the last one.
         self._next: _NextWindow | None = None  # Computed once per window.
-        self._tell(watched=False)
-        self._is_cut = self._retries_probe = False
+        self._is_watched = self._is_cut = self._retries_probe = False
 
     # Composition of windows.
 
@@ -265,7 +198,7 @@ class BatchSizeController(Stateful):
         return self._look_ahead().num_batches
 
     def _look_ahead(self) -> _NextWindow:
-        if self._next is None and (before := self._keeper.decided_before(self._account.windows)) is not None:
+        if self._next is None and (before := self._decided_before()) is not None:
             self._decider.repeat(before.k)
             is_probe = before.is_cut or before.num_batches > self._decider.num_batches
             self._next = _NextWindow(self._measures and self._account.is_due(), is_probe, before.num_batches)
@@ -278,13 +211,16 @@ class BatchSizeController(Stateful):
             )
         return self._next
 
+    def _decided_before(self) -> WindowDecision | None:
+        return None if self._keeper is None else self._keeper.decided_before(self._account.windows)
+
     def micro_batch_of(self, rows: int, planned: int, num_batches: int) -> int:
         """Return samples per micro-batch. A window of one micro-batch is split in two if this shows the noise."""
         if self._cuts:
             return -(-rows // self.k)
         self._retries_probe = False  # A new window: the window that ran out of memory was dropped, or has ended.
         is_one = num_batches * -(-rows // planned) == 1
-        before = self._keeper.decided_before(self._account.windows)
+        before = self._decided_before()
         is_cut = self._probing.splits(self.k, self.noise) if before is None else before.is_cut
         self._is_cut = is_one and rows > 1 and is_cut
         return -(-rows // 2) if self._is_cut else planned
@@ -299,11 +235,11 @@ class BatchSizeController(Stateful):
         """Return a context that measures the time to draw the next window's batches."""
         return self._watch.drawing() if self._look_ahead().is_due else contextlib.nullcontext()
 
-    def opened(self, window: Window) -> None:
+    def window_begins(self, window: Window) -> None:
         """Begin a window. Windows with zero-weight micro-batches are not measured."""
         num_batches, num_micro_batches = window.num_batches, window.num_micro_batches
         ahead = self._look_ahead()
-        if self._keeper.keeps:
+        if self._keeper is not None:
             self._keeper.decided(self._account.windows, WindowDecision(ahead.num_batches, self.k, is_cut=self._is_cut))
         watched = False
         if ahead.is_due or self._retries_probe:
@@ -312,8 +248,28 @@ class BatchSizeController(Stateful):
             self._role = self._role_of(num_batches, num_micro_batches, watched=watched)
         else:
             self._role = _TRAINS
-        self._tell(watched=watched)
+        self._is_watched = watched
         self._watch.opened(watched=watched)
+
+    def micro_batch_begins(self, rows: int, *, of_next: bool, last: bool) -> None:
+        """Measure the beginning of a micro-batch."""
+        if self._is_watched:
+            self._watch.begun(rows, of_next=of_next, last=last)
+
+    def backward_begins(self) -> None:
+        """Measure the end of a micro-batch's forward."""
+        if self._is_watched:
+            self._watch.backward_begins()
+
+    def backward_ends(self, rows: int, terms: Count) -> None:
+        """Measure the end of a micro-batch's backward."""
+        if self._is_watched:
+            self._watch.backward_done(rows, terms)
+
+    def gradient_complete(self, scale: float | Tensor) -> None:
+        """Measure the window's complete gradient."""
+        if self._is_watched:
+            self._watch.stepping(self._weights, scale)
 
     def _role_of(self, num_batches: int, num_micro_batches: int, *, watched: bool) -> _WindowRole:
         ahead = self._look_ahead()
@@ -329,24 +285,13 @@ class BatchSizeController(Stateful):
             num_micro_batches=num_micro_batches,
         )
 
-    def _tell(self, *, watched: bool) -> None:
-        """Direct micro-batch callbacks to the window watch, or to no-ops if the window is not measured."""
-        told = self._watch if watched else _NOBODY
-        self.begun, self.stepping = told.begun, told.stepping
-        self.backward_begins, self.backward_done = told.backward_begins, told.backward_done
-
-    def stepped(self, num_batches: int, agreed: float, *, applied: bool) -> None:
-        """End a window and process the values of earlier windows that have arrived. Skipped steps give no values.
-
-        Args:
-            num_batches: loader batches of the window on this rank.
-            agreed: loader batches of the window, mean over ranks.
-            applied: True if the optimizer stepped.
-        """
+    def window_ends(self, outcome: Outcome) -> None:
+        """End a window and process the values of earlier windows that have arrived. Skipped steps give no values."""
         start = time.perf_counter()
-        measured = self._told(num_batches, applied=applied)
-        if applied:
-            self._follower.applied(agreed, self._decider.num_batches)
+        num_batches = outcome.window.num_batches
+        measured = self._told(num_batches, applied=outcome.applied)
+        if outcome.applied:
+            self._follower.applied(outcome.agreed.num_batches, self._decider.num_batches)
         self._next = None
         if measured is None and self._role is _TRAINS and not self._is_under_way:
             self._retries_probe = False
@@ -380,7 +325,7 @@ class BatchSizeController(Stateful):
                 )
         if self._role.is_used:  # Counted once the window is over: a dropped window is measured again, on all ranks.
             self._account.use()
-        self.dropped()
+        self.window_dropped()
         self._account.pass_window()
         self._deciding_s += time.perf_counter() - start - waited_s
 
@@ -392,10 +337,10 @@ class BatchSizeController(Stateful):
             told = self._watch.stepped(num_batches, decided, is_probe=self._role.is_probe, first=first)
         return self._watch.nothing(self._role.num_micro_batches) if told is None and self._role.owes else told
 
-    def dropped(self) -> None:
+    def window_dropped(self) -> None:
         """Stop observing the window, after it ended or was dropped."""
         self._watch.drop()
-        self._tell(watched=False)
+        self._is_watched = False
 
     def ran_out(self) -> bool:
         """Handle an out-of-memory error in the window, which is run again.

@@ -17,8 +17,7 @@ from trimtab.core.errors import FormatError, LoopError, ValueGivenError
 from trimtab.core.stateful import Load, Stateful, require_keys
 from trimtab.state.data_state import draw_and_restore_loader, generators_of, has_lasting_workers, is_stateful
 from trimtab.state.random_state import generator_states, loading_generators, loading_random_state, random_state
-from trimtab.training.batch import holds_nan, iterate
-from trimtab.training.rank_sync import EmptyBatch
+from trimtab.training.batch import EmptyBatch, holds_nan, iterate
 
 _RANDOM = ("random", "generators")
 
@@ -84,6 +83,9 @@ class DataPosition(Stateful):
                 self._forget()
             self._loader = loader  # Set at once, because a checkpoint may be saved before the first draw.
         self._handled = sys.exception()
+        if not self._is_kept and self._saved is None:
+            self._is_open = True
+            return iterate("loader", loader)
         return self._batches(loader)
 
     def _batches(self, loader: Iterable[Any]) -> Iterator[Any]:

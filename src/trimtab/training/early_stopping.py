@@ -13,6 +13,7 @@ from trimtab.core import validation
 from trimtab.core.stateful import Load, Stateful, require_keys
 from trimtab.core.stopping_rule import Stop, StopReason
 from trimtab.measure.timing import AsyncScalar
+from trimtab.training.hooks import Hook, Outcome
 
 # Decay of the moving average per window. No decision before the average has two thirds of its final weight.
 _KEEP = 0.9
@@ -20,16 +21,17 @@ _MIN_WINDOWS = 10
 _STATE = ("average", "weight", "seen", "pending", "reason", "conditions")
 
 
-class EarlyStopping(Stateful):
-    """Stop conditions of a run.
+class EarlyStopping(Stateful, Hook):
+    """Stop conditions of a run. A hook of runs with a condition on the gradient norm.
 
     Attributes:
         reason: the condition that was met; None while the run continues.
         asked: this rank's request to stop all ranks, sent with the next window.
+        wants_norm: True if the gradient norm of every window is needed.
     """
 
     def __init__(self, stop: Stop | None) -> None:
-        self._stop = stop
+        self._stop, self.wants_norm = stop, stop is not None and stop.grad_norm is not None
         self._norm: AsyncScalar | float | None = None  # Norm of the last window.
         self._average, self._weight, self._seen = 0.0, 0.0, 0
         self.reason: StopReason | None = None
@@ -39,10 +41,10 @@ class EarlyStopping(Stateful):
     def _conditions(self) -> dict[str, Any] | None:
         return None if self._stop is None else asdict(self._stop)
 
-    @property
-    def wants_norm(self) -> bool:
-        """True if the gradient norm of every window is needed."""
-        return self._stop is not None and self._stop.grad_norm is not None
+    def window_ends(self, outcome: Outcome) -> None:
+        """Take the norm of an applied window."""
+        if outcome.applied:
+            self.stepped(outcome.grad_norm)
 
     def stepped(self, norm: Tensor | None) -> None:
         """Take the norm of an applied window; it is read at the next applied window."""

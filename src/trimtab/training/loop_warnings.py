@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-import linecache
-import sys
 import warnings
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from types import FrameType
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,8 +12,9 @@ from torch.utils.checkpoint import CheckpointError
 
 from trimtab.core.errors import LossError, ModelError
 from trimtab.core.plan import Plan
+from trimtab.losses import Count
 from trimtab.state.object_snapshots import version_of
-from trimtab.training.call_order import CallOrder
+from trimtab.training.hooks import Hook, Outcome
 from trimtab.training.window import Window
 
 _MOST_NODES = 20_000  # Largest number of nodes of the autograd graph to visit.
@@ -31,51 +27,9 @@ _LINEAR = (
     "deepspeed",
     "trimtab",
 )  # Packages whose autograd functions are assumed to be linear in the gradient.
-_TORCH, _OWN = str(Path(torch.__file__).parent), str(Path(__file__).parents[1])
 
 
-class LeftoverStep:
-    """Warns once if the loop steps the optimizer itself, which would step parameters twice per window.
-
-    Args:
-        order: state of the loop; shows if the run itself is stepping the optimizer.
-    """
-
-    def __init__(self, order: CallOrder) -> None:
-        self._order, self._has_warned = order, False
-
-    def watch(self, optimizer: torch.optim.Optimizer) -> Callable[[], None]:
-        """Watch an optimizer's steps; return a function that ends this."""
-        return optimizer.register_step_post_hook(self._stepped).remove
-
-    def _stepped(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        if self._order.in_optimizer or self._has_warned:
-            return
-        if not any(p.grad is not None for group in optimizer.param_groups for p in group["params"]):
-            return  # A step without gradients changes nothing.
-        frame = _caller()
-        if frame is None or frame.f_code.co_filename.startswith(_OWN):
-            return  # Planning times optimizer steps.
-        self._has_warned = True
-        name, number = frame.f_code.co_filename, frame.f_lineno
-        where, line = f"{name}:{number}", linecache.getline(name, number).strip()
-        is_open = self._order.window is not None
-        if is_open:
-            text = (
-                f"optimizer.step() at {where} bypasses the run, which then does not clip, unscale or count the step. "
-            )
-            text += "Call run.step() instead."
-        else:
-            text = f"optimizer.step() at {where} steps in addition to run.step(), so that each step is applied twice. "
-            text += "Remove the call of optimizer.step()."
-        warnings.warn(
-            f"{text} The line is: {line}" if line else text,
-            RuntimeWarning,
-            stacklevel=3,
-        )
-
-
-class LeftoverGradientChanges:
+class LeftoverGradientChanges(Hook):
     """Warns once if leftover lines of a plain loop change gradients.
 
     In the first window, gradients are compared with their recorded state before each backward and before the step. The
@@ -85,18 +39,17 @@ class LeftoverGradientChanges:
 
     Args:
         optimizer: holds the parameters.
-        is_on: False disables the check.
+        ends: called when the check is over: the first window has ended, was dropped, or its gradients are unscaled.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, *, is_on: bool) -> None:
-        self._parameters = [p for group in optimizer.param_groups for p in group["params"]] if is_on else []
-        self._seen: list[tuple[Tensor, int | None] | None] | None = None
-        self._is_on, self._num_backwards = is_on, 0
+    def __init__(self, optimizer: torch.optim.Optimizer, ends: Callable[[Hook], None]) -> None:
+        self._parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        self._seen: list[tuple[Tensor, int | None] | None] = []
+        self._ends, self._num_backwards = ends, 0
 
-    def begin(self) -> None:
-        """Record gradients as a window opens, after they were dropped."""
-        if self._is_on:
-            self._note()
+    def window_begins(self, window: Window) -> None:
+        """Record the gradients."""
+        self._note()
 
     def backward_begins(self) -> None:
         """Check gradients before a micro-batch's backward."""
@@ -113,22 +66,14 @@ class LeftoverGradientChanges:
                 "Remove zero_grad() and loss.backward() from the loop",
             )
 
-    def backward_done(self) -> None:
-        """Record gradients after a micro-batch's backward."""
-        if self._is_on:
-            self._num_backwards += 1
-            self._note()
+    def backward_ends(self, rows: int, terms: Count) -> None:
+        """Record the gradients."""
+        self._num_backwards += 1
+        self._note()
 
     def step_begins(self, *, is_scaled: bool) -> None:
-        """Check gradients before the optimizer's step, and end the check.
-
-        Args:
-            is_scaled: True if gradients still have a loss scale that the step will remove.
-        """
-        if not self._is_on:
-            return
-        seen = self._seen or []
-        if any(was is not None and p.grad is None for was, p in zip(seen, self._parameters, strict=False)):
+        """Check gradients before the optimizer's step, and end the check."""
+        if any(was is not None and p.grad is None for was, p in zip(self._seen, self._parameters, strict=False)):
             self._warn(
                 "Gradients were removed between run.backward(loss) and run.step(), so that the step changes nothing.",
                 "Remove zero_grad() from the loop, because the run removes gradients after each step",
@@ -138,11 +83,19 @@ class LeftoverGradientChanges:
                 "Gradients were changed before run.step(), while they were multiplied by the loss scale of fp16.",
                 "Call run.unscale() before the change, or pass clip_norm= to trimtab.start instead of clipping by hand",
             )
-        self.end()
+        self._end()
 
-    def end(self) -> None:
-        """End the check: the first window is over or dropped, or its gradients are unscaled."""
-        self._is_on, self._seen, self._parameters = False, None, []
+    def gradient_complete(self, scale: float | Tensor) -> None:
+        """End the check, because the loop may change unscaled gradients."""
+        self._end()
+
+    def window_dropped(self) -> None:
+        """End the check."""
+        self._end()
+
+    def _end(self) -> None:
+        self._seen, self._parameters = [], []
+        self._ends(self)
 
     def _note(self) -> None:
         self._seen = [None if p.grad is None else (p.grad, version_of(p.grad)) for p in self._parameters]
@@ -153,10 +106,10 @@ class LeftoverGradientChanges:
                 return (was is None) != (now is None)
             return was[0] is not now or was[1] != version_of(now)
 
-        return any(differs(was, p.grad) for was, p in zip(self._seen or [], self._parameters, strict=False))
+        return any(differs(was, p.grad) for was, p in zip(self._seen, self._parameters, strict=False))
 
     def _warn(self, text: str, remedy: str) -> None:
-        self.end()
+        self._end()
         warnings.warn(f"{text} {remedy}.", RuntimeWarning, stacklevel=4)
 
 
@@ -181,28 +134,21 @@ def warn_of_own_functions(loss: Tensor) -> None:
             return
 
 
-@contextlib.contextmanager
-def explain_backward_errors() -> Iterator[None]:
-    """Convert known errors of a backward pass into errors with an explanation.
+def explained(error: RuntimeError) -> LossError | ModelError | None:
+    """Return an error that explains a failed backward pass; None if the error is not known.
 
-    Raises:
-        LossError: an earlier backward freed the loss's graph.
-        ModelError: a recomputation differed from its forward.
+    A `LossError` means that an earlier backward freed the loss's graph, a `ModelError` that a recomputation differed
+    from its forward.
     """
-    try:
-        yield
-    except CheckpointError as error:
-        raise ModelError(
+    if isinstance(error, CheckpointError):
+        return ModelError(
             "plan.recompute",
             problem=f"The recomputed forward of a block differs from the first: "
             f"{str(error).splitlines()[0].rstrip('.')}.",
             hint="Make the block compute the same operators on the same shapes, or use a plan with recompute=None.",
             code="recompute.differs",
-        ) from error
-    except RuntimeError as error:
-        if (found := graph_used(error)) is None:
-            raise
-        raise found from error
+        )
+    return graph_used(error)
 
 
 def graph_used(error: BaseException) -> LossError | None:
@@ -218,30 +164,28 @@ def graph_used(error: BaseException) -> LossError | None:
     )
 
 
-def _caller() -> FrameType | None:
-    """Return the innermost frame outside of torch and this file."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and (frame.f_code.co_filename == __file__ or frame.f_code.co_filename.startswith(_TORCH)):
-        frame = frame.f_back
-    return frame
-
-
-class UnequalBatches:
+class UnequalBatches(Hook):
     """Warns once if a window joins unequal batches although the loss is not a mean over samples.
 
     Batches are weighted by their samples, which is wrong for such a loss.
     """
 
-    def __init__(self, plan: Plan) -> None:
-        check = plan.check
-        is_found = check is not None and not check.splittable and check.relative_difference is not None
-        self._is_on = is_found and check.relative_difference > check.tolerance  # type: ignore[operator,union-attr]
+    def __init__(self, ends: Callable[[Hook], None]) -> None:
+        self._ends = ends
 
-    def look(self, window: Window) -> None:
+    @staticmethod
+    def is_needed(plan: Plan) -> bool:
+        """Return True if the plan's check found that the loss is not a mean over samples."""
+        check = plan.check
+        if check is None or check.splittable or check.relative_difference is None or check.tolerance is None:
+            return False
+        return check.relative_difference > check.tolerance
+
+    def window_ends(self, outcome: Outcome) -> None:
         """Check a window whose loss is a mean."""
-        if not self._is_on or window.has_equal_batches:
+        if outcome.counted is not None or outcome.window.has_equal_batches:
             return
-        self._is_on = False
+        self._ends(self)
         warnings.warn(
             "A step has loader batches of unequal sizes and weights their losses by samples, but the plan's check "
             "found that the loss is not a mean over samples. Return trimtab.Summed(loss_sum, count), or use loader "

@@ -69,13 +69,18 @@ class NonFinitePolicy(Stateful):
         note: records an event.
         is_alone: True if the loss may be checked; with several ranks a rank only knows its own loss, and ranks must
             agree.
+
+    Attributes:
+        wants_norm: True if the gradient norm of every window is needed.
     """
+
+    wants_norm: bool
 
     def __init__(self, policy: str | None, note: Note | None = None, *, is_alone: bool = True) -> None:
         if policy is not None:
             validation.one_of("nonfinite", policy, POLICIES)
-        before_the_step = policy if policy in BEFORE_THE_STEP else None
-        self._own, self._policy, self._is_alone = before_the_step, before_the_step, is_alone
+        self._own, self._is_alone = policy if policy in BEFORE_THE_STEP else None, is_alone
+        self._apply(self._own)
         self._asked, self._note, self._has_warned = policy or "warn", note, False
         self._late: tuple[int, AsyncScalar] | None = None
         self.in_a_row = self.total = 0
@@ -83,10 +88,8 @@ class NonFinitePolicy(Stateful):
         self._lost_in_a_row = 0
         self._skips = False
 
-    @property
-    def wants_norm(self) -> bool:
-        """True if the gradient norm of every window is needed."""
-        return self._policy is not None
+    def _apply(self, policy: str | None) -> None:
+        self._policy, self.wants_norm = policy, policy is not None
 
     def is_void(self, norm: Tensor | None, loss: Tensor, *, scaled: bool) -> bool:
         """Return True if a window must not be applied. Reads one scalar from the device if the policy requires it.
@@ -159,7 +162,7 @@ class NonFinitePolicy(Stateful):
             reason = f"the loss of {100 * self._lost:.0f}% of the last steps is non-finite; {_BEYOND}"
             cause = Cause("fp16.loss_nonfinite", reason)
         if cause is not None:
-            self._policy = self._policy or "skip"
+            self._apply(self._policy or "skip")
         return cause
 
     @property
@@ -174,10 +177,12 @@ class NonFinitePolicy(Stateful):
         """
         if loss.device.type == "meta" or (self._asked != "error" and (self._asked != "warn" or self._has_warned)):
             return
-        before, self._late = self._late, (step, AsyncScalar(loss))
         if loss.device.type == "cpu":
-            before, self._late = self._late, None
-        self._look_at(before)
+            self._look_at(step, host_value(loss))
+            return
+        before, self._late = self._late, (step, AsyncScalar(loss))
+        if before is not None:
+            self._look_at(before[0], before[1].read()[0])
 
     def over(self, error: BaseException | None = None) -> None:
         """Check the loss of the last step, unless the run ended with an error.
@@ -186,11 +191,12 @@ class NonFinitePolicy(Stateful):
             NonFiniteError: see `applied`.
         """
         before, self._late = self._late, None
-        self._look_at(before if error is None else None)
+        if error is None and before is not None:
+            self._look_at(before[0], before[1].read()[0])
 
-    def _look_at(self, before: tuple[int, AsyncScalar] | None) -> None:
-        if before is not None and not math.isfinite(value := before[1].read()[0]):
-            self.report(f"the loss of step {before[0]} is {value:g}")
+    def _look_at(self, step: int, loss: float) -> None:
+        if not math.isfinite(loss):
+            self.report(f"the loss of step {step} is {loss:g}")
 
     def report(self, what: str) -> None:
         """Warn once, or raise, because a value has become non-finite.
@@ -235,9 +241,14 @@ class NonFinitePolicy(Stateful):
         def load() -> None:
             self.in_a_row, self._lost_in_a_row, self.total = in_a_row, lost_in_a_row, total
             self._windows, self._share, self._lost = windows, share, lost
-            self._policy = self._own or state["policy"]
+            self._apply(self._own or state["policy"])
 
         return load
+
+
+def host_value(loss: Tensor) -> float:
+    """Return the value of a loss in host memory, for which nothing has to be waited."""
+    return float(loss.numpy(force=True))
 
 
 def _error(problem: str) -> NonFiniteError:

@@ -20,14 +20,13 @@ from torch import Tensor
 
 from trimtab.adaptive_batch.batch_size_decider import Note
 from trimtab.core.errors import BatchError, LossError, RankError
-from trimtab.core.plan import Plan
 from trimtab.core.stopping_rule import StopReason
 from trimtab.losses import Count
 from trimtab.training.accumulation import WindowWeights, or_one, power_of_two
-from trimtab.training.batch import checksum
-from trimtab.training.batch_splitting import BY_CONTAINERS, BatchSplitting
+from trimtab.training.batch import BY_CONTAINERS, BatchSplitting, checksum
+from trimtab.training.hooks import Hook, Outcome
 from trimtab.training.metadata_exchange import Gathered, MetadataExchange
-from trimtab.training.window import Window, WindowCallbacks
+from trimtab.training.window import AgreedWindow, Window, WindowCallbacks
 
 # Detection of slow ranks (stragglers).
 
@@ -108,29 +107,6 @@ class _RankMessage(NamedTuple):
 
 
 @dataclass(frozen=True)
-class AgreedWindow:
-    """A window summed over all ranks.
-
-    Args:
-        rows: samples of all ranks.
-        terms: terms of all ranks.
-        num_batches: loader batches, mean over ranks.
-        goes_on: True if any rank has data.
-        reason: stop reason of a rank, in effect after this window; None without a stop.
-        limit: smallest micro-batch limit of any rank; None without a limit.
-        samples: number of samples of all ranks; None if unknown on a rank, in which case `rows` are placeholders.
-    """
-
-    rows: int
-    terms: Count
-    num_batches: float
-    goes_on: bool = True
-    reason: StopReason | None = None
-    limit: int | None = None
-    samples: int | None = None
-
-
-@dataclass(frozen=True)
 class RankShare:
     """This rank's part of a window.
 
@@ -153,8 +129,8 @@ class RankShare:
     samples: int | None = None
 
 
-class RankSync:
-    """Metadata exchange of a run with the other ranks.
+class RankSync(Hook):
+    """Metadata exchange of a run with the other ranks. A run of one process has none.
 
     Args:
         exchange: transport.
@@ -163,7 +139,7 @@ class RankSync:
     """
 
     def __init__(self, exchange: MetadataExchange, note: Note, *, in_step: bool = False) -> None:
-        self._exchange, self.in_step = exchange, in_step and exchange.num_ranks > 1
+        self._exchange, self.in_step = exchange, in_step
         self.num_ranks = exchange.num_ranks
         self._answer: Callable[[], Gathered] | None = None
         self._agreed: AgreedWindow | None = None
@@ -185,21 +161,16 @@ class RankSync:
     @property
     def count_on_this(self) -> bool:
         """True if the gradient reduction includes this rank's gradient, so that the window cannot be repeated."""
-        return self.num_ranks > 1 and self.has_told
+        return self.has_told
 
     def drew(self, batch: Any) -> None:
         """Record a batch of this rank; the first batch of the run is compared between ranks."""
-        if self._first_batch is None and self.num_ranks > 1:
+        if self._first_batch is None:
             self._first_batch = float(checksum(batch))
 
     def tell(self, share: RankShare) -> None:
         """Send this rank's part of the window, once, without waiting."""
         if self.has_told:
-            return
-        if self.num_ranks == 1:
-            self._agreed = AgreedWindow(
-                share.rows, share.terms, share.num_batches, reason=share.stop, samples=share.samples
-            )
             return
         if self._absent is not None:
             self._sum_nothing()
@@ -234,7 +205,7 @@ class RankSync:
             self._asked = max(each.asked for each in said)
         self._agreed = self._read(said)
         if not self._agreed.goes_on:
-            self.over()
+            self.window_dropped()
             return 0
         return 1
 
@@ -305,8 +276,6 @@ class RankSync:
         Raises:
             LossError: another rank has a mean loss; only ranks with `Summed` call this method within a window.
         """
-        if self.num_ranks == 1:
-            return value
         if self._asked is not None:
             return self._asked
         said = _all(self._exchange.share(_RankMessage(_ASKS, self._counted, asked=value)))
@@ -323,10 +292,14 @@ class RankSync:
         if reason is not error:
             raise reason from error
 
-    def over(self, *, stepped: bool = False) -> None:
-        """Reset after the window was stepped or dropped."""
-        self._counted += stepped
-        self._first_batch = 0.0 if stepped else self._first_batch
+    def window_ends(self, outcome: Outcome) -> None:
+        """Count the window, and forget what ranks agreed on."""
+        self._counted += 1
+        self._first_batch = 0.0
+        self.window_dropped()
+
+    def window_dropped(self) -> None:
+        """Forget what ranks agreed on."""
         self._answer = self._agreed = self._on_device = None
         self._steps = self._absent = self._asked = None
         self._began = time.perf_counter()
@@ -463,19 +436,10 @@ class RankWeights(WindowWeights):
         return self._peers.agreed().terms if self._is_sum else None
 
 
-def weights_of(peers: RankSync, plan: Plan) -> WindowWeights:
-    """Return the loss weights for a single process or for one of several ranks."""
-    return WindowWeights() if peers.num_ranks == 1 else RankWeights(peers, plan.batch_size)
-
-
 # Uneven inputs: a rank without data joins other ranks' collectives with zero-weight micro-batches.
 
 
-class EmptyBatch:
-    """Placeholder that a loader yields instead of a batch on a rank without samples of that batch."""
-
-
-class UnevenInputs:
+class UnevenInputs(Hook):
     """Keeps a micro-batch for padding, and asks other ranks whether they have more windows.
 
     The padding is the first usable micro-batch of an epoch, because a resumed run can draw it again.
@@ -499,13 +463,16 @@ class UnevenInputs:
 
     def keep(self, batch: Any, rows: int, micro_batch: int) -> None:
         """Consider the first micro-batch of a batch as padding."""
-        if self._peers.num_ranks > 1:
-            self._peers.drew(batch)
-            self._at_hand, _ = next(self._batching.slices(batch, rows, micro_batch))
-            if not self._has_good:
-                self._kept = self._at_hand
+        self._peers.drew(batch)
+        self._at_hand, _ = next(self._batching.slices(batch, rows, micro_batch))
+        if not self._has_good:
+            self._kept = self._at_hand
 
-    def stepped(self, *, applied: bool) -> None:
+    def window_ends(self, outcome: Outcome) -> None:
+        """End a window of the loop."""
+        self.trained(applied=outcome.applied)
+
+    def trained(self, *, applied: bool) -> None:
         """End a window. Batches of skipped steps are not used as padding, because zero times NaN is NaN."""
         if applied and self._at_hand is not None and not self._is_of_pass:
             self._kept, self._has_good, self._is_of_pass = self._at_hand, True, True
@@ -517,8 +484,6 @@ class UnevenInputs:
         Args:
             reason: stop reason of this rank, which all ranks adopt after that window; None at the end of its data.
         """
-        if self._peers.num_ranks == 1:
-            return False
         self._wanted = self._peers.others_go_on(reason)
         return bool(self._wanted)
 

@@ -2,138 +2,54 @@
 
     start -> window -> (micro-batch: forward under autocast -> backward)* -> [unscale] -> step -> window ... -> close
 
-Methods called out of this order raise `LoopError` before changing any state.
+Methods called out of this order raise `LoopError` before changing any state. Optional parts are hooks (`hooks.py`).
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+import itertools
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
-from trimtab.core.errors import LoopError
+from trimtab.adaptive_batch.batch_size_policy import NoiseEstimate
+from trimtab.core import validation
 from trimtab.core.plan import Plan
 from trimtab.core.stateful import Load, loading_parts
-from trimtab.core.stopping_rule import Stop
+from trimtab.core.stopping_rule import Stop, StopReason
 from trimtab.losses import as_loss, detach_auxiliary, require_unscaled
-from trimtab.settings import clip_norm as clip_norm_module
+from trimtab.settings import clip_norm as clip_norm_setting
 from trimtab.settings import optimizers
 from trimtab.settings.lr_schedule import applied_rate, rate_factor, require_rates, scaled_rates
 from trimtab.settings.muon import Momentum
 from trimtab.settings.precision import MixedPrecision, in_place
+from trimtab.training import loop_errors
 from trimtab.training.accumulation import WindowWeights
 from trimtab.training.apply_plan import apply_plan, lay_out, require_free
 from trimtab.training.backend import Backend, UserBackend, may_retry
-from trimtab.training.batch import NestedLists
-from trimtab.training.batch_size_controller import BatchSizeController, FixedBatchSize, control_of
-from trimtab.training.batch_splitting import BY_CONTAINERS, BatchSplitting, for_model
-from trimtab.training.call_order import CallOrder
-from trimtab.training.checkpoint_hooks import CheckpointHooks, NoCheckpoints
-from trimtab.training.data_position import DataPosition
+from trimtab.training.batch import BY_CONTAINERS, BatchSplitting, EmptyBatch, NestedLists
+from trimtab.training.batch_size_controller import BatchSizeController
+from trimtab.training.data_position import DataPosition, length_of, require_state_kept
 from trimtab.training.early_stopping import EarlyStopping
-from trimtab.training.loader_iteration import LoaderIteration
-from trimtab.training.loop_warnings import (
-    LeftoverGradientChanges,
-    LeftoverStep,
-    UnequalBatches,
-    explain_backward_errors,
-    warn_of_own_functions,
-)
+from trimtab.training.hooks import CheckpointHooks, Hooks, Outcome
+from trimtab.training.loop_warnings import LeftoverGradientChanges, UnequalBatches, explained, warn_of_own_functions
 from trimtab.training.nonfinite import Cause, NonFinitePolicy
-from trimtab.training.out_of_memory import OutOfMemoryRetry, recovers_from
-from trimtab.training.rank_sync import AgreedWindow, RankShare, RankSync, UnevenInputs, weights_of
+from trimtab.training.rank_sync import RankShare, RankSync, RankWeights, UnevenInputs
+from trimtab.training.split_conditions import for_model
 from trimtab.training.step_recorder import PendingStep, StepRecorder
 from trimtab.training.training_progress import TrainingProgress
 from trimtab.training.user_hooks import HookChecks
-from trimtab.training.window import Window, check_call
-
-# State of a run for checkpoints, in addition to model, optimizer and data position.
-
-
-class ResumableRun:
-    """Base class of `Run` with its `state_dict` and `load_state_dict`."""
-
-    _consumed: TrainingProgress
-    _voids: NonFinitePolicy
-    _stopping: EarlyStopping
-    _weights: WindowWeights
-    _recovery: OutOfMemoryRetry
-    _control: BatchSizeController | FixedBatchSize
-    _precision: MixedPrecision
-    plan: Plan
-    model: nn.Module
-    _optimizer: torch.optim.Optimizer
-
-    @property
-    def stepped_by(self) -> torch.optim.Optimizer:
-        """The optimizer that steps: the user's, or its sharded replacement, whose groups contain all parameters."""
-        return self._optimizer
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state of all parts of the run: counters, precision, memory limit, adaptive batch size and more.
-
-        All values are plain numbers, except the momentum tensors of a plan with Muon.
-        """
-        return {name: part.state_dict() for name, part in self._parts()}
-
-    def report_nonfinite(self, what: str) -> None:
-        """Warn or raise, by the run's policy, because a value has become non-finite.
-
-        Args:
-            what: description for the message, such as "NaN or infinity in parameter fc.weight".
-
-        Raises:
-            NonFiniteError: the policy is "error" or "stop".
-        """
-        self._voids.report(what)
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore a `state_dict()`.
-
-        Raises:
-            UsageError: the state is invalid, or was saved under another plan or precision; nothing was changed.
-        """
-        self.loading(state)()
-
-    def loading(self, state: Any) -> Load:
-        """Return a function that restores a `state_dict()`; raises as `load_state_dict`."""
-        load_parts = loading_parts(dict(self._parts()), state)
-
-        def load() -> None:
-            load_parts()
-            self._note_precision(Cause("precision.resumed", "the checkpointed run had left it"))
-
-        return load
-
-    def _parts(self) -> Iterator[tuple[str, Any]]:
-        yield from (("consumed", self._consumed), ("voids", self._voids), ("stop", self._stopping))
-        yield from (("weights", self._weights), ("memory", self._recovery.limit))
-        if isinstance(self._control, BatchSizeController):
-            yield "batch", self._control
-        if self.plan.optimizer.value == "muon":
-            yield "muon", Momentum(self.model, self._optimizer)
-        yield "precision", self._precision
-
-    def _note_precision(self, cause: Cause) -> None:
-        """Update plan and record if the precision in use differs from the plan."""
-        before, after = self.plan.precision.value, self._precision.name
-        if before != after:
-            self.plan = in_place(self.plan, after, cause.reason)
-            self.note("precision", {"from": before, "to": after, "code": cause.code, "reason": cause.reason})
-
-    def note(self, name: str, detail: Mapping[str, Any]) -> None:
-        """Add an event to the run's record."""
-        raise NotImplementedError
-
+from trimtab.training.window import AgreedWindow, OpenWindow, Window, WindowIterator, WindowMaker, unshared
+from trimtab.training.window_snapshot import OutOfMemoryRetry, recovers_from
 
 LossFn = Callable[[nn.Module, Any], Any]
 
 
-class Run(LoaderIteration, ResumableRun):
-    """A plan applied to a model and optimizer. Made by `trimtab.start`; also a context manager.
+class Run:
+    """A plan applied to a model and optimizer. Made by `trimtab.start`; leaving the `with` block closes it.
 
     Attributes:
         model: the model as prepared by the plan (wrapped or sharded where the plan requires it).
@@ -163,8 +79,8 @@ class Run(LoaderIteration, ResumableRun):
     ) -> None:
         optimizers.check_ownership(model, optimizer, modules)
         require_rates(plan, optimizer)
-        plan = clip_norm_module.with_own_limit(plan, clip_norm)
-        self._clip_norm = clip_norm_module.resolve_clip(plan, clip_norm)
+        plan = clip_norm_setting.with_own_limit(plan, clip_norm)
+        self._clip_norm = clip_norm_setting.resolve_clip(plan, clip_norm)
         self._device, self._closed = next(model.parameters()).device, False
         self._precision = MixedPrecision(str(plan.precision.value), self._device)
         self._backend = backend = backend or UserBackend()
@@ -173,217 +89,178 @@ class Run(LoaderIteration, ResumableRun):
         self._voids = NonFinitePolicy("continue" if on_trial else nonfinite, self.note, is_alone=not exchange.has_peers)
         require_free(model)
         trained = optimizers.with_auxiliary_modules(model, modules)
-        self._hooks = HookChecks(trained, plan, self._clip_norm, nonfinite, out_of_memory)
-        self.plan, self._recorder = for_model(plan, model), recorder
-        self._keeper = keeper or NoCheckpoints()
-        self._position = DataPosition(is_kept=self._keeper.keeps)
+        self._hook_checks = HookChecks(trained, plan, self._clip_norm, nonfinite, out_of_memory)
+        self.plan, self._recorder, self._keeper = for_model(plan, model), recorder, keeper
+        self._position = DataPosition(is_kept=keeper is not None)
+        self._num_stopped = 0  # Epochs that a stop condition ended or prevented.
         self.loss = torch.tensor(float("nan"))
         self.grad_norm: Tensor | None = None
-        self._peers = RankSync(exchange, self.note, in_step=backend.in_step)
-        self._batching, self._unequal = batching, UnequalBatches(plan)
-        # Trials reuse one batch, so a loss always gets full copies there.
-        self._inner_lists = None if on_trial else NestedLists()
-        self._weights, self._joining = weights_of(self._peers, plan), UnevenInputs(self._peers, batching)
-        self._order, self._stopping = CallOrder(), EarlyStopping(stop)
-        may_look = not on_trial and not self._hooks.found and plan.zero_stage.value is None
-        self._gradients = LeftoverGradientChanges(optimizer, is_on=may_look)
         self._auxiliary: list[Any] = []
         self._has_auxiliary = False
+        self._has_own_zero_grad = optimizers.has_own_zero_grad(optimizer)
+        self._has_begun = False  # The first window was opened.
         self._is_loss_checked = on_trial  # Planning has checked the loss already.
-        can_retry = may_retry(backend, plan) and not self._hooks.found  # A user's hook would run twice in a retry.
+        self._open, self._stopping = OpenWindow(), EarlyStopping(stop)
+        self._peers = RankSync(exchange, self.note, in_step=backend.in_step) if exchange.num_ranks > 1 else None
+        self._weights = WindowWeights() if self._peers is None else RankWeights(self._peers, plan.batch_size)
+        self._joining = None if self._peers is None else UnevenInputs(self._peers, batching)
+        can_retry = (
+            may_retry(backend, plan) and not self._hook_checks.found
+        )  # A user's hook would run twice in a retry.
         recovers = recovers_from(out_of_memory, plan, model, may_retry=can_retry)
-        self._recovery = OutOfMemoryRetry(trained, plan, self.note, is_on=recovers, watches=not on_trial)
+        self._retry = OutOfMemoryRetry(trained, plan, self.note, is_on=recovers, watches=not on_trial)
+        may_look = not on_trial and not self._hook_checks.found and plan.zero_stage.value is None
         with contextlib.ExitStack() as undo:
             undo.push(lay_out(model, optimizer, plan))
             backend.spread(model, optimizer, plan)
             undo.push(lambda kind, error, traceback: backend.gather(error))
             self.model, self._optimizer = backend.model, backend.optimizer
-            self._control = control_of(plan, model, self._optimizer, exchange, self.note, self._keeper)
+            self._control: BatchSizeController | None = None
+            self._num_batches = 1  # Loader batches per window, unless the plan adapts them.
+            if plan.batch_rule is not None:
+                self._control = BatchSizeController(
+                    plan, model, self._optimizer, exchange, self.note, self._weights, keeper
+                )
             note = None if on_trial else self.note
-            undo.push(apply_plan(model, self.model, optimizer, plan, self._order.forward, note, make_state=recovers))
-            undo.callback(LeftoverStep(self._order).watch(optimizer))
+            undo.push(apply_plan(model, self.model, optimizer, plan, self._open.forward, note, make_state=recovers))
+            undo.callback(optimizer.register_step_post_hook(self._open.optimizer_stepped).remove)
             self._undo = undo.pop_all()
+        self._maker = WindowMaker(
+            self,
+            self.plan,
+            self._device,
+            batching,
+            self._retry.limit,
+            self._consumed.require_counted,
+            None if self._control is None else self._control.micro_batch_of,
+            None if self._joining is None else self._joining.keep,
+            None if on_trial else NestedLists(),  # Trials reuse one batch, so a loss always gets full copies there.
+        )
+        self._hooks = Hooks(
+            self._retry,
+            self._control,
+            LeftoverGradientChanges(optimizer, self._remove_hook) if may_look else None,
+            UnequalBatches(self._remove_hook) if UnequalBatches.is_needed(plan) else None,
+            self._joining,
+            self._peers,
+            self._stopping if self._stopping.wants_norm else None,
+        )
+
+    def _remove_hook(self, hook: Any) -> None:
+        self._hooks.remove(hook)
 
     # The methods of the loop, in the order of their calls.
 
-    def autocast(self) -> contextlib.AbstractContextManager[Any]:
-        """Return the autocast context of the plan's precision for the forward pass."""
-        return self._precision.autocast()
+    def windows(self, loader: Iterable[Any]) -> WindowIterator:
+        """Return an iterator over the windows of a loader, one optimizer step each.
 
-    def backward(self, result: Any) -> None:
-        """Weight, scale and backpropagate the loss of one micro-batch.
-
-        Args:
-            result: return value of the loss function: a scalar mean, `Summed`, or `(loss, auxiliary)`.
-
-        Raises:
-            LossError: `result` is not a loss, or was scaled by a `GradScaler` already.
-            LoopError: no micro-batch is open, or `run.model` was not called for this micro-batch.
-        """
-        self._require_open()
-        self._order.require_micro_batch()
-        loss, count, auxiliary = as_loss(result, is_auxiliary=self._has_auxiliary)
-        self._has_auxiliary = auxiliary is not None
-        if not self._is_loss_checked:
-            require_unscaled(loss)
-            if self._precision.scales and self.plan.proof is None:
-                warn_of_own_functions(loss)
-            self._is_loss_checked = True
-        rows = self._order.micro_batch_samples
-        self._hooks.require_mean(self._order.window, count)
-        if rows:  # Padding micro-batches, which only join other ranks' collectives, have no auxiliary value.
-            self._auxiliary.append(None if auxiliary is None else detach_auxiliary(auxiliary))
-        # Comes before the weights: computing them may need an exchange between ranks.
-        self._backend.begin_backward(loss)
-        weighted = self._precision.scaled(self._weights.weigh(loss, count, rows))
-        if self._order.is_last:
-            self._tell()
-        self._control.backward_begins()
-        self._gradients.backward_begins()
-        with explain_backward_errors():
-            self._backend.backward(weighted)
-        self._gradients.backward_done()
-        self._order.backward_done()
-        self._control.backward_done(rows, rows if count is None else count)
-
-    def _tell(self) -> None:
-        """Send this rank's part of the window to the other ranks, before the gradient is reduced."""
-        window, weights, limit = self._order.window, self._weights, self._recovery.limit.rows
-        assert window is not None
-        stop, samples = self._stopping.asked, window.samples
-        share = RankShare(window.rows, window.num_batches, weights.terms, weights.is_sum, limit, stop, samples)
-        self._peers.tell(share)
-        if not weights.is_sum:
-            self._unequal.look(window)
-
-    def unscale(self) -> None:
-        """Unscale the window's gradients, so that the loop can inspect or change the gradients before `step`.
-
-        Divides by the loss scale and applies the window's weight. Call it before `step`, at most once per window.
+        A window has one batch, or several if the plan allows adaptive batch sizes or `of_batches` set their number. The
+        iterator ends early if a `Stop` condition is met. In a resumed run, the first call yields the rest of the
+        interrupted epoch; `run.passes` is the number of epochs completed before. Leaving the loop by `break`, or
+        starting another iteration, completes the epoch; a checkpoint saved while an exception is handled resumes within
+        the epoch. `len()` of the iterator is the number of windows left in the epoch, if the loader has a length.
 
         Raises:
-            LoopError: no window is open, its last micro-batch has not run, or `unscale` was called before.
+            LoopError: a window was opened and neither stepped nor discarded (checked for the last window too).
         """
-        self._require_open()
-        self._order.require_complete("run.unscale")
-        if self._order.unscaled:
-            raise LoopError(
-                "run.unscale",
-                got="a second call",
-                expected="one call per step",
-                hint="Call run.unscale() once, after the step's last run.backward(loss).",
-                code="loop.unscaled_twice",
-            )
-        self._measure()
-        self._gradients.end()
-        self._order.unscaled = True
-        self._precision.unscale(self._optimizer)
-        self._backend.multiply(self._weights.correction)
+        before, has_ended = self._position.num_drawn_before, self._has_ended()
 
-    def _measure(self) -> None:
-        """Pass the complete gradient to the noise monitor, before unscaling or clipping changes it."""
-        if not self._order.unscaled:
-            self._control.stepping(self._weights, self._precision.scale_on_device)
+        def length() -> int:
+            if (number := length_of(loader)) is None:
+                raise TypeError(f"The number of windows is unknown, because a {type(loader).__name__} has no len().")
+            return 0 if has_ended else -(-max(0, number - before) // self.num_batches)
 
-    def step(self) -> bool:
-        """Finish the window: unscale, clip, set the learning rate, step the optimizer, record.
+        return WindowIterator(self._pass_over(loader), length)
 
-        The step is skipped if an fp16 gradient overflowed, or if the gradient is non-finite and the run's policy is to
-        skip. A skipped step leaves parameters and buffers as they were before the window. If the optimizer raises, the
-        window stays open: call `step` again or `discard`.
-
-        Returns:
-            True if the optimizer stepped.
-
-        Raises:
-            LoopError: no window is open, or its last micro-batch has not run.
-            NonFiniteError: the gradient is non-finite and the run's policy is to raise; parameters are unchanged.
-        """
-        self._require_open()
-        window = self._order.require_complete("run.step")
-        self._gradients.step_begins(is_scaled=self._precision.scales)
-        self._recovery.backwards_done()
-        if self._precision.scales and not self._order.unscaled:
-            self.unscale()
-        self._measure()
-        remaining: float | Tensor = 1.0 if self._order.unscaled else self._weights.correction
-        wants_norm = self._voids.wants_norm or self._stopping.wants_norm
-        self.grad_norm = self._backend.finish(remaining, self._clip_norm, wants_norm=wants_norm)
-        # If the optimizer raises and `step` is called again, gradients must not be multiplied twice.
-        self._order.unscaled = True
-        self.loss = self._weights.mean_loss if window.rows else self.loss
-        factor = self._rate_factor(window)
-        applied = not self._is_void()
-        if applied:
-            with self._backend.stepping(), scaled_rates(self._optimizer, factor):
-                self._order.in_optimizer = True
-                applied = self._backend.step(self._precision)
-        self._stepped(window, factor, applied)
-        return applied
-
-    def _is_void(self) -> bool:
+    def _pass_over(self, loader: Iterable[Any]) -> Generator[Window, None, None]:
+        if self._keeper is not None:
+            require_state_kept(loader)
+        batches = iter(()) if self._has_ended() else self._position.batches(loader)
+        number = self._position.number
         try:
-            is_void = self._voids.is_void(self.grad_norm, self.loss, scaled=self._precision.scales)
-        except BaseException:  # The policy raises: restore the state from before the window.
-            self._recovery.restore_skipped()
-            self._abandon()
+            yield from self._windows(batches)
+        except GeneratorExit:  # The loop dropped this generator, usually by `break`.
+            if not self._has_ended():
+                self._position.left(number)
             raise
-        if is_void:
-            self._precision.renew()
-        return is_void
 
-    def _rate_factor(self, window: Window) -> float:
-        agreed, counted = self._peers.agreed(), self._weights.counted
-        progress = self._consumed.progress_after(agreed.rows, counted, agreed.num_batches, window.batch_size)
-        return rate_factor(self.plan, progress) * self._control.rate_factor(agreed.num_batches)
+    def _has_ended(self) -> bool:
+        """Return True if a `Stop` condition or an interruption has ended the iteration."""
+        if self.stop_reason is StopReason.INTERRUPTED:  # After a signal, the loop may still leave an epoch by `break`.
+            return self._num_stopped > 0 or self._position.is_to_stay
+        return self.stop_reason is not None
 
-    def _stepped(self, window: Window, factor: float, applied: bool) -> None:
-        """Count the window, record it, and update all monitors and controllers."""
-        agreed = self._peers.agreed()
-        self._consumed.add(agreed.rows, self._weights.counted, applied=applied, samples=agreed.samples)
-        if not applied or not window.rows:
-            self._recovery.restore_skipped()
-        if not applied:
-            self._precision.keep_scale(where=self._voids.is_no_overflow(self.loss))
-        if self._recorder is not None:
-            self._recorder.step(self._record_of(agreed, window.num_micro_batches, factor, applied))
-        self._order.reset()
-        self._weights.close()
-        self._control.stepped(window.num_batches, agreed.num_batches, applied=applied)
-        self._recovery.limit.adopt(agreed.limit)
-        self._stopping.adopt(agreed.reason)
-        self._joining.stepped(applied=applied)
-        self._peers.over(stepped=True)
-        if applied:
-            self._stopping.stepped(self.grad_norm)
-            self._recovery.passed(self.plan)
-        if self._may_void:
-            self._voids.note(self.loss, applied=applied, has_bad_data=window.holds_nan)
-        if not applied and self._precision.loss_scale is not None:
-            cause = self._voids.outlasts(self._precision.loss_scale, self.loss)
-            if cause is not None:
-                self._precision.leave_fp16()
-                self._note_precision(cause)
-        if self._recorder is not None:
-            self._recorder.stepped()
-        if applied and window.rows:
-            self._voids.applied(self._consumed.windows - 1, self.loss)
+    def _windows(self, batches: Iterator[Any]) -> Iterator[Window]:
+        joining = self._joining
+        if joining is not None:
+            joining.begin_pass()
+        while True:
+            self._require_idle("run.windows")
+            if self._keeper is not None:
+                self._keeper.between()
+            self._backend.settle()
+            with contextlib.nullcontext() if self._control is None else self._control.drawing():
+                drawn = [] if self.stop_reason else self._drawn(batches)
+            if drawn is None:
+                continue
+            if joining is not None:
+                self._keep_for_padding(self._position.taken_first(), joining)
+                drawn, absent = [batch for batch in drawn if not isinstance(batch, EmptyBatch)], bool(drawn)
+            if drawn:
+                yield self._maker.window(drawn)
+            elif joining is not None and joining.goes_on(self.stop_reason):
+                if not joining.is_able:
+                    self._keep_for_padding(self._position.drawn_anew(), joining)
+                yield joining.window(self, self._device)
+            elif joining is None or not absent:
+                break
+        if self.stop_reason:
+            self._num_stopped += 1
+        else:
+            self._position.over()
+        self._open.require_stepped("run.windows")
 
-    def _record_of(self, agreed: AgreedWindow, k: int, factor: float, applied: bool) -> PendingStep:
-        rate = applied_rate(self._optimizer, factor)
-        noise = None if self.noise is None else self.noise.scale
-        return PendingStep(
-            agreed.samples, k, agreed.terms, self.loss, rate, applied, self.grad_norm, self.loss_scale, noise
-        )
+    def _keep_for_padding(self, batch: Any, joining: UnevenInputs) -> None:
+        """Restore the padding batch for uneven inputs from a batch trained on before the resume; None is ignored."""
+        if batch is not None:
+            self._maker.keep(batch)
+            joining.trained(applied=True)
 
-    def discard(self) -> None:
-        """Drop the open window and its gradients, so that the next window can be opened.
+    def _drawn(self, batches: Iterator[Any]) -> list[Any] | None:
+        """Return the batches of the next window; None if a signal ended the loader's workers and the run is ending."""
+        drawn: list[Any] = []
+        try:
+            taken = itertools.islice(batches, self.num_batches)
+            drawn.extend(taken if self.num_batches == 1 else unshared(taken))
+        except RuntimeError:  # The loader's worker processes received the signal too.
+            if drawn or self._peers is not None or self._keeper is None or not self._keeper.is_leaving():
+                raise
+            return None
+        return drawn
 
-        For loops that catch an error and continue. The window is not counted. Effects of its forward passes (batch
-        statistics, random generators) remain. Does nothing if no window is open.
+    def of_batches(self, num_batches: int) -> None:
+        """Set the number of loader batches per window; the last window of an epoch may have fewer.
+
+        Raises:
+            LoopError: the plan adapts the batch size and sets this number itself, or a window is open.
         """
+        num_batches = validation.integer("num_batches", num_batches)
+        self._require_idle("run.of_batches")
+        if self._control is not None:
+            raise loop_errors.batch_size_adaptive(num_batches)
+        self._num_batches = num_batches
+
+    def window(self, *batches: Any) -> Window:
+        """Make one window of the given batches. Pass `num_batches` batches to follow the plan.
+
+        Raises:
+            BatchError: the schedule depends on the number of samples, which is unknown.
+            LoopError: the run saves checkpoints, which requires `windows` to track the position in the data.
+        """
+        if self._keeper is not None:
+            raise loop_errors.position_unknown()
         self._require_open()
-        self._abandon()
+        return self._maker.window(batches)
 
     def train_step(self, window: Window, loss_fn: LossFn) -> Tensor:
         """Train on one window: all micro-batches, then `step`.
@@ -408,14 +285,18 @@ class Run(LoaderIteration, ResumableRun):
         return self._weights.mean_loss
 
     def _train(self, window: Window, loss_fn: LossFn, *, steps: bool) -> None:
-        check_call(self, window, loss_fn)
-        self._order.require_idle("window")
-        self._recovery.begin(loss_fn, noted=self._may_void)
-        if self._recovery.is_on:
+        if not isinstance(window, Window) or window.run is not self:
+            raise loop_errors.not_a_window(window)
+        if not callable(loss_fn):
+            raise loop_errors.not_callable(loss_fn)
+        if self._open.window is not None:
+            raise self._open.still_open("window")
+        self._retry.begin(loss_fn)
+        if self._retry.is_on:
             window.note_versions()
         # The retry is outside of the `except` block, whose traceback frames keep tensors alive.
         while (failure := self._attempt(window, loss_fn, steps=steps)) is not None:
-            self._recovery.split(window, failure, once=self._control.ran_out())
+            self._retry.split(window, failure, once=self._control is not None and self._control.ran_out())
 
     def _attempt(self, window: Window, loss_fn: LossFn, *, steps: bool) -> str | None:
         """Run a window once.
@@ -423,27 +304,255 @@ class Run(LoaderIteration, ResumableRun):
         Returns:
             The allocator's message if memory ran out and the window can be repeated, else None.
         """
+        checks = self._hook_checks
         try:
             for micro in window:
-                with self.autocast(), self._hooks.first_forward(self.plan):
+                with self.autocast(), contextlib.nullcontext() if checks.is_done else checks.first_forward(self.plan):
                     result = loss_fn(self.model, micro)
                 self.backward(result)
             if steps:
                 self.step()
         except BaseException as error:
-            is_open, in_optimizer = self._order.window is window, self._order.in_optimizer
-            where = {"in_optimizer": in_optimizer, "may_retry": not self._peers.count_on_this}
+            is_open, in_optimizer = self._open.window is window, self._open.in_optimizer
+            is_alone = self._peers is None or not self._peers.has_told
             if is_open:
                 self._abandon()
-            failure = self._recovery.failure_of(error, **where) if is_open else None
+            failure = None
+            if is_open:
+                failure = self._retry.failure_of(error, in_optimizer=in_optimizer, may_retry=is_alone)
             if failure is not None and (refusal := window.repeat_refusal):
                 error.add_note(f"The step was not repeated with smaller micro-batches, because {refusal}.")
                 failure = None
             if failure is None:
-                self._peers.failed(error)
+                if self._peers is not None:
+                    self._peers.failed(error)
                 raise
             return failure
         return None
+
+    def autocast(self) -> contextlib.AbstractContextManager[Any]:
+        """Return the autocast context of the plan's precision for the forward pass."""
+        return self._precision.autocast()
+
+    def backward(self, result: Any) -> None:
+        """Weight, scale and backpropagate the loss of one micro-batch.
+
+        Args:
+            result: return value of the loss function: a scalar mean, `Summed`, or `(loss, auxiliary)`.
+
+        Raises:
+            LossError: `result` is not a loss, or was scaled by a `GradScaler` already.
+            LoopError: no micro-batch is open, or `run.model` was not called for this micro-batch.
+        """
+        self._require_open()
+        state, hooks, precision = self._open, self._hooks, self._precision
+        if not state.awaits_backward or not state.forward.seen:
+            raise state.out_of_order()
+        loss, count, auxiliary = as_loss(result, is_auxiliary=self._has_auxiliary)
+        self._has_auxiliary = auxiliary is not None
+        if not self._is_loss_checked:
+            require_unscaled(loss)
+            if precision.scales and self.plan.proof is None:
+                warn_of_own_functions(loss)
+            self._is_loss_checked = True
+        if self._hook_checks.found and count is not None:
+            self._hook_checks.require_mean(state.window)
+        rows = state.samples
+        if rows:  # Padding micro-batches, which only join other ranks' collectives, have no auxiliary value.
+            self._auxiliary.append(None if auxiliary is None else detach_auxiliary(auxiliary))
+        # Comes before the weights: computing them may need an exchange between ranks.
+        self._backend.begin_backward(loss)
+        weighted = self._weights.weigh(loss, count, rows)
+        if precision.scales:
+            weighted = precision.scaled(weighted)
+        if state.is_last and self._peers is not None:
+            self._tell(self._peers)
+        for act in hooks.backward_begins:
+            act()
+        try:
+            self._backend.backward(weighted)
+        except RuntimeError as error:
+            if (explanation := explained(error)) is None:
+                raise
+            raise explanation from error
+        for backward_ends in hooks.backward_ends:
+            backward_ends(rows, rows if count is None else count)
+        state.awaits_backward = state.forward.seen = False
+
+    def _tell(self, peers: RankSync) -> None:
+        """Send this rank's part of the window to the other ranks, before the gradient is reduced."""
+        window, weights, limit = self._open.window, self._weights, self._retry.limit.rows
+        assert window is not None
+        stop, samples = self._stopping.asked, window.samples
+        peers.tell(RankShare(window.rows, window.num_batches, weights.terms, weights.is_sum, limit, stop, samples))
+
+    def unscale(self) -> None:
+        """Unscale the window's gradients, so that the loop can inspect or change the gradients before `step`.
+
+        Divides by the loss scale and applies the window's weight. Call it before `step`, at most once per window.
+
+        Raises:
+            LoopError: no window is open, its last micro-batch has not run, or `unscale` was called before.
+        """
+        self._require_open()
+        self._open.require_complete("run.unscale")
+        if self._open.unscaled:
+            raise loop_errors.unscaled_twice()
+        self._show_gradient()
+        self._open.unscaled = True
+        self._precision.unscale(self._optimizer)
+        self._backend.multiply(self._weights.correction)
+
+    def _show_gradient(self) -> None:
+        """Call the hooks on the complete gradient, before unscaling or clipping changes it."""
+        if not self._open.unscaled:
+            for act in self._hooks.gradient_complete:
+                act(self._precision.scale_on_device)
+
+    def step(self) -> bool:
+        """Finish the window: unscale, clip, set the learning rate, step the optimizer, record.
+
+        The step is skipped if an fp16 gradient overflowed, or if the gradient is non-finite and the run's policy is to
+        skip. A skipped step leaves parameters and buffers as they were before the window. If the optimizer raises, the
+        window stays open: call `step` again or `discard`.
+
+        Returns:
+            True if the optimizer stepped.
+
+        Raises:
+            LoopError: no window is open, or its last micro-batch has not run.
+            NonFiniteError: the gradient is non-finite and the run's policy is to raise; parameters are unchanged.
+        """
+        self._require_open()
+        state, weights, precision = self._open, self._weights, self._precision
+        window = state.window
+        if window is None or not state.is_last or state.awaits_backward:
+            window = state.require_complete("run.step")
+        for act in self._hooks.step_begins:
+            act(is_scaled=precision.scales)
+        if precision.scales and not state.unscaled:
+            self.unscale()
+        self._show_gradient()
+        remaining: float | Tensor = 1.0 if state.unscaled else weights.correction
+        wants_norm = self._voids.wants_norm or self._stopping.wants_norm
+        self.grad_norm = self._backend.finish(remaining, self._clip_norm, wants_norm=wants_norm)
+        # If the optimizer raises and `step` is called again, gradients must not be multiplied twice.
+        state.unscaled = True
+        self.loss = weights.mean_loss if window.rows else self.loss
+        agreed = self._agreed(window)
+        factor = self._rate_factor(window, agreed)
+        applied = not (self._voids.wants_norm and self._is_void())
+        if applied:
+            rates = contextlib.nullcontext() if factor == 1.0 else scaled_rates(self._optimizer, factor)
+            with self._backend.stepping(), rates:
+                state.in_optimizer = True
+                applied = self._backend.step(precision)
+        self._finish(Outcome(window, agreed, weights.counted, applied, self.grad_norm), factor)
+        return applied
+
+    def _agreed(self, window: Window) -> AgreedWindow:
+        """Return the window summed over all ranks. With several ranks, waits for the other ranks' parts."""
+        if self._peers is not None:
+            return self._peers.agreed()
+        return AgreedWindow(window.rows, self._weights.terms, window.num_batches, samples=window.samples)
+
+    def _rate_factor(self, window: Window, agreed: AgreedWindow) -> float:
+        if not self._consumed.has_total and self.plan.schedule.value == "user" and self._control is None:
+            return float(self.plan.learning_rate_scale.value or 1.0)
+        counted = self._weights.counted
+        progress = self._consumed.progress_after(agreed.rows, counted, agreed.num_batches, window.batch_size)
+        factor = rate_factor(self.plan, progress)
+        return factor if self._control is None else factor * self._control.rate_factor(agreed.num_batches)
+
+    def _is_void(self) -> bool:
+        try:
+            is_void = self._voids.is_void(self.grad_norm, self.loss, scaled=self._precision.scales)
+        except BaseException:  # The policy raises: restore the state from before the window.
+            self._retry.restore_skipped()
+            self._abandon()
+            raise
+        if is_void:
+            self._precision.renew()
+        return is_void
+
+    def _finish(self, outcome: Outcome, factor: float) -> None:
+        """Count the window, record it, and call the hooks."""
+        window, agreed, applied, consumed = outcome.window, outcome.agreed, outcome.applied, self._consumed
+        consumed.rows += agreed.samples or 0
+        consumed.windows += 1
+        consumed.applied += applied
+        if consumed.has_total:
+            consumed.advance(agreed.rows, outcome.counted)
+        if not applied or not window.rows:
+            self._retry.restore_skipped()
+        if not applied:
+            self._precision.keep_scale(where=self._voids.is_no_overflow(self.loss))
+        if self._recorder is not None:
+            noise = None if self.noise is None else self.noise.scale
+            rate = applied_rate(self._optimizer, factor)
+            self._recorder.step(PendingStep.of(outcome, self.loss, rate, self.loss_scale, noise))
+        self._open.reset()
+        self._weights.close()
+        if agreed.reason is not None:
+            self._stopping.adopt(agreed.reason)
+        for act in self._hooks.window_ends:
+            act(outcome)
+        if self._may_skip:
+            self._voids.note(self.loss, applied=applied, has_bad_data=window.holds_nan)
+        if not applied and self._precision.loss_scale is not None:
+            cause = self._voids.outlasts(self._precision.loss_scale, self.loss)
+            if cause is not None:
+                self._precision.leave_fp16()
+                self._note_precision(cause)
+        if self._recorder is not None:
+            self._recorder.stepped()
+        if applied and window.rows:
+            self._voids.applied(consumed.windows - 1, self.loss)
+
+    def discard(self) -> None:
+        """Drop the open window and its gradients, so that the next window can be opened.
+
+        For loops that catch an error and continue. The window is not counted. Effects of its forward passes (batch
+        statistics, random generators) remain. Does nothing if no window is open.
+        """
+        self._require_open()
+        self._abandon()
+
+    def evaluated(self, value: float, name: str = "metric") -> None:
+        """Record the result of an evaluation, equal on every rank; it may meet the `Stop` condition."""
+        self._require_open()
+        value = validation.float_value("run.evaluated", value)
+        self._stopping.evaluated(value)
+        if self._recorder is not None:
+            self._recorder.evaluation(self.consumed_samples, name, value)
+
+    def checkpoint(self) -> None:
+        """Save a checkpoint now, between two windows.
+
+        Raises:
+            ValueGivenError: the run was started without checkpoints.
+            LoopError: a window is open.
+            OSError: writing failed.
+        """
+        self._require_idle("run.checkpoint")
+        if self._keeper is None:
+            raise loop_errors.no_checkpoints()
+        self._keeper.save()
+
+    def interrupt(self) -> None:
+        """End the run at a point from which it can be resumed: now, or with several ranks after their next window.
+
+        The current epoch counts as unfinished even if the loop leaves it. With several ranks, every rank must make this
+        call and continue iterating: `windows` ends by itself.
+        """
+        self._position.stays()
+        self.ask_to_end()
+
+    def ask_to_end(self) -> None:
+        """Interrupt the run because of a signal; unlike after `interrupt`, `break` still completes the epoch."""
+        self._stopping.asked = StopReason.INTERRUPTED
+        if self._peers is None:
+            self._stopping.adopt(StopReason.INTERRUPTED)
 
     def note(self, name: str, detail: Mapping[str, Any]) -> None:
         """Add an event to the run's record, if there is a record."""
@@ -469,72 +578,222 @@ class Run(LoaderIteration, ResumableRun):
             last.callback(self._voids.over, error)
             last.callback(self._position.let_go)
             last.callback(self._end_record, error)
-            last.callback(self._keeper.close, error)
+            if self._keeper is not None:
+                last.callback(self._keeper.close, error)
             self._undo.__exit__(type(error) if error else None, error, None)
 
     def _end_record(self, error: BaseException | None) -> None:
-        for each in (self._recovery.account(), self._control.close()):
+        for each in (self._retry.account(), None if self._control is None else self._control.close()):
             if each is not None:
                 self.note("account", each)
         if self._recorder is not None:
             self._recorder.close(self.stop_reason, error)
 
-    # The `Loop` protocol, called by the open window.
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        self.close(error)
+
+    # Read-only state.
+
+    @property
+    def loss_share(self) -> float | Tensor:
+        """Weight of this rank's mean loss in the mean over all ranks' samples or tokens.
+
+        The mean over ranks of `weight * mean loss` is the global mean.
+
+        1.0 in one process. Available after the window's last micro-batch. With several ranks, reading it waits for the
+        other ranks' metadata, as `unscale` and `step` do, but does not synchronise with the device.
+
+        Raises:
+            LoopError: no window is open, or its last micro-batch has not run.
+        """
+        self._open.require_complete("run.loss_share")
+        return self._weights.share
+
+    @property
+    def auxiliary(self) -> tuple[Any, ...]:
+        """Auxiliary value of each micro-batch of the last window, for losses that return `(loss, auxiliary)`.
+
+        None for micro-batches without an auxiliary value. Tensors are detached and kept until the next window begins:
+        return metrics rather than activations if memory is scarce.
+        """
+        return tuple(self._auxiliary)
+
+    @property
+    def num_batches(self) -> int:
+        """Number of loader batches in the next window; 1 unless the plan adapts it or `of_batches` set it."""
+        return self._num_batches if self._control is None else self._control.num_batches
+
+    @property
+    def passes(self) -> int:
+        """Number of completed epochs, including epochs before a resume and epochs that the loop left by `break`.
+
+        Epochs ended or prevented by a stop condition are counted, so that a loop over epochs terminates. Checkpoints do
+        not count these epochs, so a resumed run continues with their remaining data.
+        """
+        return self._position.passes + self._num_stopped
+
+    @property
+    def position(self) -> DataPosition:
+        """Position of the run in its training data."""
+        return self._position
+
+    @property
+    def recorder(self) -> StepRecorder | None:
+        """Writer of the run's record; None without a record."""
+        return self._recorder
+
+    @property
+    def consumed_samples(self) -> int:
+        """Number of samples consumed, skipped steps included."""
+        return self._consumed.rows
+
+    @property
+    def num_windows(self) -> int:
+        """Number of finished windows, skipped steps included."""
+        return self._consumed.windows
+
+    @property
+    def applied_steps(self) -> int:
+        """Number of optimizer steps taken."""
+        return self._consumed.applied
+
+    @property
+    def micro_batch_limit(self) -> int | None:
+        """Largest micro-batch in samples that fits on every rank, known after an out-of-memory error; None before."""
+        return self._retry.limit.rows
+
+    @property
+    def noise(self) -> NoiseEstimate | None:
+        """Gradient noise scale over the last windows; None if the batch size is fixed or nothing was measured yet."""
+        return None if self._control is None else self._control.noise
+
+    @property
+    def stop_reason(self) -> StopReason | None:
+        """`Stop` condition that was met; None while the run continues."""
+        return self._stopping.reason
+
+    @property
+    def loss_scale(self) -> float | None:
+        """Current fp16 loss scale; None under any other precision."""
+        return self._precision.loss_scale
+
+    @property
+    def stepped_by(self) -> torch.optim.Optimizer:
+        """The optimizer that steps: the user's, or its sharded replacement, whose groups contain all parameters."""
+        return self._optimizer
+
+    # State for checkpoints, in addition to model, optimizer and data position.
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of all parts: plain numbers, except the momentum tensors of a plan with Muon."""
+        return {name: part.state_dict() for name, part in self._parts()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore a `state_dict()`.
+
+        Raises:
+            UsageError: the state is invalid, or was saved under another plan or precision; nothing was changed.
+        """
+        self.loading(state)()
+
+    def loading(self, state: Any) -> Load:
+        """Return a function that restores a `state_dict()`; raises as `load_state_dict`."""
+        load_parts = loading_parts(dict(self._parts()), state)
+
+        def load() -> None:
+            load_parts()
+            self._note_precision(Cause("precision.resumed", "the checkpointed run had left it"))
+
+        return load
+
+    def _parts(self) -> Iterator[tuple[str, Any]]:
+        yield from (("consumed", self._consumed), ("voids", self._voids), ("stop", self._stopping))
+        yield from (("weights", self._weights), ("memory", self._retry.limit))
+        if self._control is not None:
+            yield "batch", self._control
+        if self.plan.optimizer.value == "muon":
+            yield "muon", Momentum(self.model, self._optimizer)
+        yield "precision", self._precision
+
+    def _note_precision(self, cause: Cause) -> None:
+        """Update plan and record if the precision in use differs from the plan."""
+        before, after = self.plan.precision.value, self._precision.name
+        if before != after:
+            self.plan = in_place(self.plan, after, cause.reason)
+            self.note("precision", {"from": before, "to": after, "code": cause.code, "reason": cause.reason})
+
+    def report_nonfinite(self, what: str) -> None:
+        """Warn, or raise `NonFiniteError`, by the run's policy, because a value (`what`) has become non-finite."""
+        self._voids.report(what)
+
+    # Callbacks of the open window (`WindowCallbacks`).
 
     def open_window(self, window: Window) -> None:
         """Prepare a window; called by the window before its first micro-batch."""
-        self._require_open()
-        self._recovery.is_on &= not self._hooks.begin(self.plan)
-        self._order.open(window)
-        window.match(self._peers.steps(window.num_micro_batches))
-        if self._may_void or not window.rows:
-            self._recovery.note_start()
-        self._control.opened(window)
+        self._require_idle("window")
+        if not self._has_begun:
+            self._retry.is_on &= not self._hook_checks.begin(self.plan)
+            self._has_begun = True
+        self._open.window = window
+        if self._peers is not None:
+            window.match(self._peers.steps(window.num_micro_batches))
+        self._retry.may_skip = self._may_skip
         # Gradients are freed here, as in a plain loop, and not after the step: freed last, they cost thousands of page
         # faults per step (docs/LOG.md).
-        optimizers.drop_gradients(self._optimizer, between_steps=True)
-        self._gradients.begin()
+        if self._has_own_zero_grad:
+            optimizers.drop_gradients(self._optimizer, between_steps=True)
+        else:
+            for group in self._optimizer.param_groups:
+                for parameter in group["params"]:
+                    parameter.grad = None
+        for act in self._hooks.window_begins:
+            act(window)
         self._auxiliary.clear()
-        self._weights.open(window.rows, window.num_micro_batches, self._control.num_batches)
+        self._weights.open(window.rows, window.num_micro_batches, self.num_batches)
 
     @property
-    def _may_void(self) -> bool:
+    def _may_skip(self) -> bool:
+        """True if a step may be skipped."""
         return self._precision.scales or self._voids.wants_norm
 
     def begin_micro_batch(self, window: Window, rows: int, *, of_next: bool, last: bool) -> None:
         """Prepare a micro-batch; called by the window before yielding it."""
         self._require_open()
-        self._order.begin_micro_batch(window, rows, last=last)
+        state = self._open
+        if state.window is not window:
+            raise loop_errors.window_ended()
+        state.samples, state.is_last, state.awaits_backward, state.forward.seen = rows, last, True, False
         self._backend.begin(last=last)
-        self._control.begun(rows, of_next=of_next, last=last)
+        for act in self._hooks.micro_batch_begins:
+            act(rows, of_next=of_next, last=last)
 
     def end_micro_batch(self, window: Window) -> None:
         """Check that backward was called; called by the window after the loop's body for each micro-batch."""
-        try:
-            self._order.end_micro_batch(window)
-        except LoopError:
+        if self._open.window is window and self._open.awaits_backward:
             self._abandon()
-            raise
+            raise loop_errors.backward_missing()
 
     # Internal methods.
 
     def _abandon(self) -> None:
-        if self._order.window is None:
+        if self._open.window is None:
             return
-        if self._order.unscaled:
+        if self._open.unscaled:
             self._precision.renew()
         optimizers.drop_gradients(self._optimizer)
-        self._gradients.end()
-        self._order.reset()
-        self._peers.over()
+        self._open.reset()
         self._backend.end()
-        self._control.dropped()
+        for act in self._hooks.window_dropped:
+            act()
+
+    def _require_idle(self, verb: str) -> None:
+        self._require_open()
+        if self._open.window is not None:
+            raise self._open.still_open(verb)
 
     def _require_open(self) -> None:
         if self._closed:
-            raise LoopError(
-                "run",
-                problem="The run is closed.",
-                hint="Call trimtab.start again to train further.",
-                code="run.closed",
-            )
+            raise loop_errors.run_closed()

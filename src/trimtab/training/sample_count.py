@@ -110,29 +110,10 @@ def read_sample_count(batch: Any) -> SampleCount:
     return SampleCount(samples, is_splittable=True)
 
 
-def flat_samples(batch: Any) -> int:
-    """Return the number of samples of a flat tuple, list or dict of dense tensors of equal length; else 0."""
-    kind = type(batch)
-    if kind is dict:
-        items = batch.values()
-    elif kind is tuple or kind is list:
-        items = batch
-    else:
-        return 0
-    samples, is_images = 0, kind is list
-    for each in items:
-        if type(each) is not Tensor or not each.dim() or (samples and each.size(0) != samples):
-            return 0
-        if each.layout is not torch.strided or each.is_nested:
-            return 0
-        samples, is_images = each.size(0), is_images and _is_image(each)
-    return 0 if is_images else samples
-
-
 def quick_samples(batch: Any) -> int:
     """Return the number of samples of a tuple, list or mapping of dense tensors of equal length; else 0.
 
-    A fast path, called in every step. Mappings within a mapping, and a single mapping in a tuple, may hold such tensors
+    Mappings within a mapping, and a single mapping in a tuple, may hold such tensors
     too; several mappings in a sequence could be samples.
     """
     kind, most_mappings = type(batch), 0
@@ -151,7 +132,7 @@ def quick_samples(batch: Any) -> int:
             most_mappings -= 1
         if not size or (samples and size != samples):
             return 0
-        samples, is_images = size, is_images and _is_image(each)
+        samples, is_images = size, is_images and is_image(each)
     return 0 if is_images else samples
 
 
@@ -368,7 +349,7 @@ def _fit_sequence(value: Sequence[Any], samples: int, *, is_root: bool) -> _Coun
     if is_root and isinstance(value, tuple) and len(value) > 1 and all(isinstance(item, list) for item in value):
         return columns  # For example source texts and target texts.
     is_columns = all(isinstance(item, Tensor | np.ndarray) for item in value)
-    if is_columns and not (all(map(_is_image, value)) and not (is_root and isinstance(value, tuple))):
+    if is_columns and not (all(map(is_image, value)) and not (is_root and isinstance(value, tuple))):
         return columns
     # The sizes could be channels or lengths of single samples.
     return columns._replace(firm=0, weak=0 if is_columns else columns.weak + columns.tensors)
@@ -468,7 +449,7 @@ def _signature(value: Any) -> Any:
     return type(value)
 
 
-def _is_image(value: Any) -> bool:
+def is_image(value: Any) -> bool:
     """Return True if a tensor could be a single image, whose first dimension would be channels."""
     if not isinstance(value, Tensor) or value.ndim != _IMAGE_DIMENSIONS or value.shape[0] not in _CHANNELS:
         return False

@@ -18,6 +18,7 @@ from trimtab.core.record import End, Evaluation, Event, RecordWriter, StepRecord
 from trimtab.core.stateful import Load, Stateful, require_keys
 from trimtab.core.stopping_rule import StopReason
 from trimtab.energy.energy_meter import EnergyClock
+from trimtab.training.hooks import Outcome
 
 Scalar = Tensor | float | int
 _FLUSH_STEPS = 50
@@ -38,6 +39,15 @@ class PendingStep:
     grad_norm: Scalar | None = None
     loss_scale: float | None = None
     noise_scale: float | None = None
+
+    @classmethod
+    def of(
+        cls, outcome: Outcome, loss: Tensor, rate: Scalar | None, loss_scale: float | None, noise_scale: float | None
+    ) -> PendingStep:
+        """Return the record of a finished window."""
+        agreed, k = outcome.agreed, outcome.window.num_micro_batches
+        applied, norm = outcome.applied, outcome.grad_norm
+        return cls(agreed.samples, k, agreed.terms, loss, rate, applied, norm, loss_scale, noise_scale)
 
     def read(self, index: int, wall_s: float) -> StepRecord:
         """Return the record. Synchronises."""

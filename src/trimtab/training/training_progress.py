@@ -13,7 +13,7 @@ from trimtab.core.plan import Plan
 from trimtab.core.stateful import Load, Stateful, require_keys
 from trimtab.losses import Count
 from trimtab.measure.timing import AsyncScalar
-from trimtab.training.batch_splitting import samples_unknown
+from trimtab.training.batch import samples_unknown
 from trimtab.training.metadata_exchange import MetadataExchange
 
 _COUNTS = ("rows", "windows", "applied")
@@ -28,6 +28,12 @@ class TrainingProgress(Stateful):
     Ranks count the samples of all ranks. If the user's loop reduces gradients by hand, ranks do not know each other's
     counts, and the schedule counts loader batches of the largest size so far. Otherwise a rank with fewer samples at
     the end of its data would have another learning rate, and soon other weights.
+
+    Attributes:
+        rows: samples consumed.
+        windows: windows finished.
+        applied: steps applied.
+        has_total: True if the length of the training run is known, so that `progress_after` is not None.
 
     Args:
         plan: supplies the schedule.
@@ -63,6 +69,7 @@ class TrainingProgress(Stateful):
             )
         self._by_hand, self._batch_size = exchange.has_peers and exchange.num_ranks == 1, 0
         self.rows = self.applied = self.windows = 0
+        self.has_total = self._total_samples is not None or self._total_tokens is not None
         self._scheduled = self._next = 0.0  # Samples counted by the schedule so far, and samples of the current window.
         self._tokens = self._per_sample = 0.0
         self._late: tuple[AsyncScalar, int] | None = None
@@ -106,19 +113,14 @@ class TrainingProgress(Stateful):
             return (self._tokens + self._per_sample * rows) / self._total_tokens
         return (self._tokens + float(tokens)) / self._total_tokens
 
-    def add(self, rows: int, tokens: Count | None, *, applied: bool, samples: int | None = None) -> None:
-        """Count a finished window.
+    def advance(self, rows: int, tokens: Count | None) -> None:
+        """Advance the schedule by a finished window; needed only if `has_total`.
 
         Args:
-            rows: weight of the window, in samples.
+            rows: samples of the window, over all ranks.
             tokens: tokens counted by the loss, or None.
-            applied: True if the optimizer stepped.
-            samples: number of samples to count; None if unknown.
         """
-        self.rows += samples or 0
-        self.windows += 1
         self._scheduled += self._next
-        self.applied += applied
         if self._total_tokens is None or tokens is None:
             return
         if isinstance(tokens, Tensor) and tokens.is_cuda:
@@ -136,7 +138,8 @@ class TrainingProgress(Stateful):
     def state_dict(self) -> dict[str, Any]:
         """Return the counters. Synchronises if a token count is still on the device."""
         self._read()
-        counts = {"rows": self.rows, "windows": self.windows, "scheduled": self._scheduled, "applied": self.applied}
+        scheduled = self._scheduled if self.has_total else float(self.rows)
+        counts = {"rows": self.rows, "windows": self.windows, "scheduled": scheduled, "applied": self.applied}
         return counts | {"tokens": self._tokens, "per_sample": self._per_sample}
 
     def loading(self, state: Mapping[str, Any]) -> Load:

@@ -173,14 +173,18 @@ class ShardedParameterUse:
     they used different parameters.
 
     Args:
-        model: the model; nothing is done without FSDP2 modules, or with an unknown version of FSDP2.
+        model: the model.
         exchange: metadata exchange with the other ranks.
+
+    Attributes:
+        is_needed: False without FSDP2 modules, with an unknown version of FSDP2, or in a single process.
     """
 
     def __init__(self, model: nn.Module, exchange: MetadataExchange) -> None:
         self._exchange = exchange
         self._modules: list[Any] = [module for module in model.modules() if is_sharded_itself(module)]
         self._groups = _groups_of(self._modules) if exchange.num_ranks > 1 else []
+        self.is_needed = bool(self._groups)
         held = [(number, each) for number, group in enumerate(self._groups) for each in group.fsdp_params]
         names = {p: name for name, p in model.named_parameters()}
         self._held = [(number, each) for number, each in held if each.sharded_param.requires_grad]
@@ -249,9 +253,6 @@ class ShardedParameterUse:
         Raises:
             RankError: gradients were not reduced; raised on every rank.
         """
-        if not self._groups:
-            run()
-            return
         self._watch()
         run()
         self._blocks.append(sorted({self._held[index][0] for index in self._reached.in_micro_batch}))

@@ -335,6 +335,8 @@ class HookChecks:
 
     Attributes:
         found: all hooks.
+        is_done: True if no further forward has to be watched. Compiled models are never watched, because an active mode
+            would cause a recompilation.
 
     Raises:
         ModelError: a hook is incompatible with the plan (`require_compatible`).
@@ -349,21 +351,15 @@ class HookChecks:
         nonfinite: str | None = None,
         out_of_memory: str | None = None,
     ) -> None:
-        self._model, self._has_begun, self._is_watched = model, False, is_compiled(model) or bool(plan.compiled.value)
+        self._model, self.is_done = model, is_compiled(model) or bool(plan.compiled.value)
         self._of_forward: tuple[GradientHook, ...] = ()
         self._options = {"clip_norm": clip_norm, "nonfinite": nonfinite, "out_of_memory": out_of_memory}
         self.found = self._inspected(plan)
 
     @contextlib.contextmanager
     def first_forward(self, plan: Plan) -> Iterator[None]:
-        """Check hooks registered by the first forward; later forwards are not watched.
-
-        Compiled models are never watched, because an active mode would cause a recompilation.
-        """
-        if self._is_watched:
-            yield
-            return
-        self._is_watched = True
+        """Check hooks registered by the first forward."""
+        self.is_done = True
         with ForwardHookCollector() as watch:
             yield
         if watch.found:
@@ -377,13 +373,12 @@ class HookChecks:
 
     def begin(self, plan: Plan) -> bool:
         """Check the model's hooks again before the first step; return True if the run has hooks."""
-        if not self._has_begun:
-            self.found, self._has_begun = self._inspected(plan), True
+        self.found = self._inspected(plan)
         return bool(self.found)
 
-    def require_mean(self, window: Window | None, count: object) -> None:
-        """Raise `ModelError` for a `Summed` loss over several micro-batches if the model has hooks."""
-        if self.found and count is not None and window is not None and window.num_micro_batches > 1:
+    def require_mean(self, window: Window | None) -> None:
+        """Raise `ModelError` for a `Summed` loss over several micro-batches, because the model has hooks."""
+        if window is not None and window.num_micro_batches > 1:
             raise ModelError(
                 "run.backward",
                 problem=f"The model has gradient hooks ({in_words(self.found)}), which would receive gradients that "

@@ -14,7 +14,7 @@ from raising import raises
 
 from trimtab.checkpoint.batch_size_log import NAME, BatchSizeLog
 from trimtab.core.errors import FormatError, SaveError, ValueGivenError
-from trimtab.training.checkpoint_hooks import WindowDecision
+from trimtab.training.hooks import WindowDecision
 
 ONE, TWO, THREE = WindowDecision(1, 2), WindowDecision(4, 8, is_cut=True), WindowDecision(2, 4)
 

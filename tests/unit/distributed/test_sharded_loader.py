@@ -24,7 +24,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 import trimtab
 from trimtab.core.errors import UsageError
 from trimtab.distributed.sharded_loader import samples_of_rank
-from trimtab.training.rank_sync import EmptyBatch
+from trimtab.training.batch import EmptyBatch
 
 
 @given(st.integers(0, 100), st.integers(1, 17))

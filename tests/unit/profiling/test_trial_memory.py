@@ -12,7 +12,7 @@ from trimtab.planner.search import SearchPhase
 from trimtab.profiling import trials
 from trimtab.profiling.training_loop import TrainingLoop
 from trimtab.state.peak_memory import peak_bytes
-from trimtab.state.window_snapshot import bytes_to_begin_anew
+from trimtab.training.window_snapshot import bytes_to_begin_anew
 
 pytestmark = pytest.mark.usefixtures("brief_trials")
 FLOAT = 4  # bytes

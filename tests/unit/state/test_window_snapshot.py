@@ -10,8 +10,8 @@ from torch import nn
 
 import trimtab
 from trimtab.core.plan import Plan
-from trimtab.state import window_snapshot
-from trimtab.state.window_snapshot import WindowSnapshot
+from trimtab.training import window_snapshot
+from trimtab.training.window_snapshot import WindowSnapshot
 
 
 class Model(nn.Module):

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 import trimtab
 from trimtab.core.errors import LossError
-from trimtab.training.batch_splitting import UnprovedSplitWarning
+from trimtab.training.split_conditions import UnprovedSplitWarning
 
 K, ROWS = 4, 8
 pytestmark = pytest.mark.usefixtures("brief_trials")

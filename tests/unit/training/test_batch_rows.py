@@ -15,8 +15,7 @@ from torch.utils.data import default_collate
 import trimtab
 from trimtab.core.errors import BatchError
 from trimtab.core.plan import Plan
-from trimtab.training.batch import samples_at, to_device
-from trimtab.training.batch_splitting import BY_CONTAINERS
+from trimtab.training.batch import BY_CONTAINERS, samples_at, to_device
 
 Point = namedtuple("Point", ["x", "y"])
 slices = BY_CONTAINERS.slices

@@ -24,8 +24,8 @@ from trimtab.core.plan import Choice, Effect, Plan, SplitCheck
 from trimtab.losses import Summed
 from trimtab.measure.gradient_norms import GradientNorms
 from trimtab.measure.timing import AsyncScalar, OverheadTimer, StepTimeStamps
+from trimtab.training.accumulation import WindowWeights
 from trimtab.training.batch_size_controller import BatchSizeController
-from trimtab.training.checkpoint_hooks import NoCheckpoints
 from trimtab.training.metadata_exchange import SingleProcessExchange
 
 DIM, NOISE = 5, 0.7
@@ -895,7 +895,7 @@ def test_a_bound_that_allows_no_other_batch_is_said(policy, warns):
     problem = Regression(16, BatchRule(policy, k_max=7), micro=4)
     with pytest.warns(RuntimeWarning, match="k_max=7") if warns else contextlib.nullcontext():
         BatchSizeController(
-            problem.plan, problem.model, problem.optimizer, SingleProcessExchange(), lambda *_: None, NoCheckpoints()
+            problem.plan, problem.model, problem.optimizer, SingleProcessExchange(), lambda *_: None, WindowWeights()
         )
 
 
@@ -916,7 +916,7 @@ def test_a_model_sharded_in_part_is_refused():
     problem.optimizer = torch.optim.SGD(problem.model.parameters(), lr=0.1)
     with raises(UsageError, code="batch_rule.partly_sharded", field="plan.batch_rule"):
         BatchSizeController(
-            problem.plan, problem.model, problem.optimizer, SingleProcessExchange(), lambda *_: None, NoCheckpoints()
+            problem.plan, problem.model, problem.optimizer, SingleProcessExchange(), lambda *_: None, WindowWeights()
         )
 
 
@@ -928,7 +928,7 @@ def test_one_under_fsdp1_is_refused():
     problem.model = FullyShardedDataParallel(DIM, 1).double()
     with raises(UsageError, code="batch_rule.fsdp1", field="plan.batch_rule"):
         BatchSizeController(
-            problem.plan, problem.model, problem.optimizer, SingleProcessExchange(), lambda *_: None, NoCheckpoints()
+            problem.plan, problem.model, problem.optimizer, SingleProcessExchange(), lambda *_: None, WindowWeights()
         )
 
 
@@ -958,11 +958,11 @@ def test_waiting_for_the_device_is_on_no_account(always_measured, monkeypatch, c
 def test_a_compiled_models_batch_is_not_split():
     problem = Regression(8, BatchRule("goodput", k_max=2))
     monitored = BatchSizeController(
-        problem.plan, problem.model, problem.optimizer, SingleProcessExchange(), lambda *_: None, NoCheckpoints()
+        problem.plan, problem.model, problem.optimizer, SingleProcessExchange(), lambda *_: None, WindowWeights()
     )
     compiled = dataclasses.replace(problem.plan, compiled=Choice(True, "by hand", Effect.ROUNDING, changed=True))
     other = BatchSizeController(
-        compiled, problem.model, problem.optimizer, SingleProcessExchange(), lambda *_: None, NoCheckpoints()
+        compiled, problem.model, problem.optimizer, SingleProcessExchange(), lambda *_: None, WindowWeights()
     )
     assert [each._probing._may_split for each in (monitored, other)] == [True, False]
 

@@ -13,8 +13,8 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from trimtab.core.errors import FormatError, ValueGivenError
 from trimtab.distributed.sharded_loader import shard
+from trimtab.training.batch import EmptyBatch
 from trimtab.training.data_position import DataPosition, innermost_loader, require_state_kept
-from trimtab.training.rank_sync import EmptyBatch
 
 
 class Noisy(Dataset):

@@ -17,7 +17,7 @@ from trimtab.core.errors import LoopError, LossError
 from trimtab.core.plan import Plan
 from trimtab.losses import Summed
 from trimtab.state.state_digest import fingerprint
-from trimtab.training.call_order import ForwardRecorder
+from trimtab.training.window import ForwardRecorder
 
 ROWS, MICRO = 5, 2  # three micro-batches
 

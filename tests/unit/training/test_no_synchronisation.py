@@ -14,6 +14,7 @@ from trimtab.core.batch_rule import BatchRule
 from trimtab.core.plan import Plan
 from trimtab.losses import Summed
 from trimtab.measure.timing import AsyncScalar
+from trimtab.training import nonfinite
 from trimtab.training.noise_monitor import NoiseMonitor
 
 READS = {torch.ops.aten._local_scalar_dense.default, torch.ops.aten.item.default, torch.ops.aten.is_nonzero.default}
@@ -75,6 +76,8 @@ def reads_per_step(loss_fn: Any, micro_batch: int, rule: BatchRule | None = None
             patch.setattr(
                 AsyncScalar, "read", counter.uncounted(AsyncScalar.read)
             )  # which waits for what was copied long before
+            # A loss on an accelerator is an `AsyncScalar` instead, read a step later.
+            patch.setattr(nonfinite, "host_value", counter.uncounted(nonfinite.host_value))
             run.train_step(run.window(batch), loss_fn)
     return counter.reads
 

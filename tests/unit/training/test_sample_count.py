@@ -19,8 +19,15 @@ from transformers import BatchEncoding
 import trimtab
 from trimtab.core.errors import BatchError
 from trimtab.core.plan import Plan
-from trimtab.training.batch import deep_copy, tensors_in, to_device, versions_of, with_new_containers
-from trimtab.training.batch_splitting import BY_CONTAINERS, BatchSplitting
+from trimtab.training.batch import (
+    BY_CONTAINERS,
+    BatchSplitting,
+    deep_copy,
+    tensors_in,
+    to_device,
+    versions_of,
+    with_new_containers,
+)
 from trimtab.training.sample_count import read_sample_count
 
 

@@ -1,21 +1,34 @@
-"""Snapshot of the state that a window's forward passes may change, for repeating or skipping the window."""
+"""Snapshot of the state that a window's forward passes may change, for repeating or skipping the window.
+
+After an out-of-memory error, the state from before the window is restored and the window is repeated in smaller
+micro-batches. A skipped step restores the state too, except for random generators.
+"""
 
 from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable, Iterable
+import time
+import warnings
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
+from trimtab.core import validation
+from trimtab.core.errors import MemoryLimitError, ValueGivenError
+from trimtab.core.plan import Plan
 from trimtab.state.forward_state import Replayed, is_traced, state_recorder
 from trimtab.state.generators import GeneratorSnapshot
 from trimtab.state.loop_state import ChangeKind, LoopState, StateChange
 from trimtab.state.object_snapshots import ArraySnapshot, ContainerSnapshot, TensorSnapshot, VariableSnapshot, checksum
 from trimtab.state.raw_memory import MemorySnapshot
+from trimtab.training.hooks import Hook, Outcome
+from trimtab.training.out_of_memory import MicroBatchLimit, free_memory, is_out_of_memory, out_of_memory_in_step
+from trimtab.training.split_conditions import has_batch_statistics, keeps_maths
+from trimtab.training.window import Window
 
 _LARGE = 2**20  # Bytes of a buffer that is copied only after it changed.
 _SMALL = 2**16  # Bytes of a tensor that later watched windows copy.
@@ -30,7 +43,7 @@ class WindowSnapshot:
     also by checksums of persistent buffers, since some writes leave the version unchanged. The first change of a large
     persistent buffer cannot be undone: that window is not repeated, and skipping it causes a warning.
 
-    Windows 1, 2, 4, 8, ... are watched (`measure.loop_state`): frozen parameters, attributes, containers, variables and
+    Windows 1, 2, 3, 6, 12, ... are watched (`state.loop_state`): frozen parameters, attributes, containers, variables and
     generators that their forwards change are recorded before every later window. Plain numbers and lists that only the
     loss refers to are excluded: the number of calls of a loss is not part of a window.
 
@@ -87,7 +100,7 @@ class WindowSnapshot:
         self._held = [held for hold in self._holds.values() if (held := hold()) is not None]
         self._learned = []
         self._watch = None
-        if self._watches and not self._windows & (self._windows - 1) and not is_traced(list(self._model.modules())):
+        if self._watches and _is_watched(self._windows) and not is_traced(list(self._model.modules())):
             most = None if self._windows <= _FULLY_WATCHED else _SMALL
             self._watch = LoopState(
                 self._model,
@@ -213,6 +226,12 @@ class WindowSnapshot:
                 each.restore()
 
 
+def _is_watched(number: int) -> bool:
+    """Return True for windows 1, 2, 3, 6, 12, 24, ...: a watched window takes as long as several others."""
+    thirds, rest = divmod(number, 3)
+    return number <= 2 or (rest == 0 and not thirds & (thirds - 1))
+
+
 def _table(module: nn.Module) -> dict[str, Tensor | None]:
     """Return a module's buffers by name; for a scripted module, a copy of the table."""
     table = module._buffers
@@ -315,3 +334,187 @@ def can_be_written(buffer: Tensor) -> bool:
         return False
     shared = any(stride == 0 and size > 1 for stride, size in zip(buffer.stride(), buffer.shape, strict=True))
     return not shared  # Elements of an expanded tensor share memory.
+
+
+POLICIES = ("split", "stop")
+# Added to errors that are not handled.
+_HINT = (
+    "In one process, or with zero_stage=0, trimtab.start(..., out_of_memory='split') repeats such a step with smaller "
+    "micro-batches, unless other ranks wait for this rank."
+)
+_UNHELD = (
+    "The step was not repeated with smaller micro-batches, because its forwards changed state that cannot be "
+    "restored: {}."
+)
+_STATISTICS = " Batch statistics are then computed per micro-batch, which changes training."
+_OTHERWISE = " This changes the gradient, because the loss or the model computes over the whole batch."
+_UNPROVED = (
+    " The gradient stays the same only if the loss of a sample does not depend on other samples, which "
+    "trimtab.plan(...) checks."
+)
+
+
+def recovers_from(policy: str | None, plan: Plan, model: nn.Module, *, may_retry: bool) -> bool:
+    """Return True if a run splits a window after an out-of-memory error.
+
+    The default is to split if, as far as is known, splitting keeps the numerics.
+
+    Args:
+        policy: "split", "stop" or None for the default.
+        may_retry: True if this rank can repeat a window while other ranks are in it.
+
+    Raises:
+        ValueGivenError: "split" is impossible here, or the policy is unknown.
+    """
+    if policy is None:
+        return may_retry and keeps_maths(plan, model)
+    validation.one_of("out_of_memory", policy, POLICIES)
+    if policy == "split" and not may_retry:
+        raise ValueGivenError(
+            "out_of_memory",
+            problem='out_of_memory="split" is not possible here, because ranks communicate within a step and would '
+            "wait for a rank that repeats the step.",
+            got="split",
+            hint='Use out_of_memory="stop" with a smaller micro-batch, or a plan with zero_stage=0.',
+            code="out_of_memory.ranks_communicate",
+        )
+    return policy == "split"
+
+
+class OutOfMemoryRetry(Hook):
+    """Repeats a window in smaller micro-batches after an out-of-memory error, and undoes skipped windows.
+
+    Attributes:
+        is_on: True if windows are repeated.
+        limit: the micro-batch size that fits.
+        may_skip: True if steps may be skipped.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        plan: Plan,
+        note: Callable[[str, Mapping[str, Any]], None],
+        *,
+        is_on: bool,
+        watches: bool = True,
+    ) -> None:
+        self._assumed = _OTHERWISE if not keeps_maths(plan, model) else _UNPROVED if plan.check is None else ""
+        self._has_statistics = has_batch_statistics(model)
+        self.is_on, self.limit = is_on, MicroBatchLimit()
+        self._start, self._note = WindowSnapshot(model, watches=watches), note
+        self._device = next(model.parameters()).device
+        self._plan, self.may_skip, self._is_repeatable = plan, False, False
+        self._samples_before: int | None = None
+        self._has_warned = False
+        self._is_noted = False  # True if a window's initial state is available.
+        self._began = time.perf_counter()
+        self._spent_s, self._saved, self._windows = 0.0, 0, 0
+
+    def begin(self, loss_fn: Callable[..., Any]) -> None:
+        """Begin a window that can be repeated as a whole, with its loss, whose state is restored too."""
+        self._samples_before = self.limit.rows
+        self._start.loss_fn = loss_fn
+        self._is_repeatable, self._is_noted = True, False
+
+    def window_begins(self, window: Window) -> None:
+        """Save the state from before the window, if the window may be repeated, skipped or consists of padding."""
+        if not (self.is_on and self._is_repeatable) and not self.may_skip and window.rows:
+            return
+        start = time.perf_counter()
+        self._is_repeatable = self._is_noted = False
+        self._start.note()
+        self._is_noted = True
+        self._windows += 1
+        self._spent_s += time.perf_counter() - start
+
+    def step_begins(self, *, is_scaled: bool) -> None:
+        """Record the changes made by a watched window's forwards, before the optimizer changes anything."""
+        self._start.learn()
+
+    def window_ends(self, outcome: Outcome) -> None:
+        """Adopt the limit of other ranks; count an applied window, and after some time try a larger micro-batch."""
+        if outcome.agreed.limit is not None:
+            self.limit.adopt(outcome.agreed.limit)
+        if not outcome.applied or (self.limit.rows is None and not self.limit.grew):
+            return
+        before, planned = self.limit.rows, self._plan.micro_batch_of(self._plan.batch_size)
+        if (after := self.limit.passed(planned)) is not None:
+            self._note("grown", {"from": before, "to": after})
+
+    def restore_skipped(self) -> None:
+        """After a skipped step, restore everything that its forwards changed, except random generators."""
+        self._start.restore_skipped()
+        if self._start.unheld and not self._has_warned:
+            self._has_warned = True
+            text = f"A step was skipped, but state that its forwards changed could not be restored: {self._unheld}."
+            warnings.warn(text, RuntimeWarning, stacklevel=4)
+        self._saved += 1
+
+    @property
+    def _unheld(self) -> str:
+        return ", ".join(self._start.unheld[:3])
+
+    def failure_of(self, error: BaseException, *, in_optimizer: bool, may_retry: bool = True) -> str | None:
+        """Return the allocator's message if the dropped window can be repeated; None otherwise.
+
+        Args:
+            error: the exception that ended the window.
+            in_optimizer: True if it was raised within the optimizer's step.
+            may_retry: True if no other rank depends on this window yet.
+
+        Raises:
+            MemoryLimitError: memory ran out within the optimizer's step.
+        """
+        if not is_out_of_memory(error):
+            return None
+        failure = str(error).partition("\n")[0][:200]
+        if in_optimizer:
+            raise out_of_memory_in_step(failure) from error
+        if not self.is_on or not may_retry:
+            error.add_note(_HINT + (_STATISTICS if self._has_statistics else ""))
+            return None
+        if not self._is_noted:
+            return None
+        self._start.learn()
+        if self._start.unheld:
+            error.add_note(_UNHELD.format(self._unheld))
+            return None
+        return failure
+
+    def split(self, window: Window, failure: str, *, once: bool) -> None:
+        """Halve the micro-batch of a dropped window, and restore the state from before the window.
+
+        Args:
+            window: the window to repeat.
+            failure: the allocator's message.
+            once: True if later windows need less memory, so that the limit applies to this window only.
+
+        Raises:
+            MemoryLimitError: a single sample did not fit.
+        """
+        before = window.micro_batch
+        self._start.restore()
+        limit = MicroBatchLimit() if once else self.limit
+        try:
+            after = limit.shrink(before, failure)
+        except MemoryLimitError:
+            self.limit.rows = self._samples_before
+            raise
+        free_memory(self._device)
+        window.split(after)
+        self._saved += 1
+        self._note("out_of_memory", {"from": before, "to": after, "error": failure})
+        warnings.warn(
+            f"Out of memory ({failure}): the step is repeated, with the micro-batch reduced from {before} to {after} "
+            f"samples.{self._assumed}",
+            RuntimeWarning,
+            stacklevel=3,
+        )
+
+    def account(self) -> dict[str, Any] | None:
+        """Return the overhead as a fraction of the run's host time, and the number of windows saved; None if unused."""
+        if not self._windows:
+            return None
+        price = self._spent_s / (time.perf_counter() - self._began)
+        return {"technique": "window start", "price": price, "windows": self._windows, "saved": self._saved}

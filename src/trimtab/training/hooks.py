@@ -1,0 +1,143 @@
+"""Hooks of a run: optional parts that act at fixed points of a window. A disabled part is absent.
+
+A run calls the hooks of an event in this order, which is part of the contract between them:
+
+1. `OutOfMemoryRetry` takes its snapshot first, before any other hook or the loop changes state.
+2. `BatchSizeController` measures a window from its first micro-batch to its end.
+3. `LeftoverGradientChanges` and `UnequalBatches` compare what the loop did with what it should do.
+4. `RankSync` forgets the window only after the others have used the values agreed between ranks.
+5. `EarlyStopping` may end the run.
+
+Recording, skipped steps and the check of the loss are part of `Run.step`, which calls them around `window_ends`:
+a record contains the window before the events that its end causes, and an error of the check comes last.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from trimtab.losses import Count
+from trimtab.training.window import AgreedWindow, Window
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A finished window.
+
+    Args:
+        window: the window.
+        agreed: its size over all ranks, and what ranks agreed on.
+        counted: number of tokens over all ranks; None if the loss is a mean.
+        applied: True if the optimizer stepped.
+        grad_norm: gradient norm before clipping; None if it was not computed.
+    """
+
+    window: Window
+    agreed: AgreedWindow
+    counted: Count | None
+    applied: bool
+    grad_norm: Tensor | None
+
+
+class Hook:
+    """Base class of hooks. Each method is an event; the defaults do nothing and are never called."""
+
+    def window_begins(self, window: Window) -> None:
+        """Act before the first micro-batch, when gradients of the last window have been dropped."""
+
+    def micro_batch_begins(self, rows: int, *, of_next: bool, last: bool) -> None:
+        """Act before a micro-batch is given to the loop.
+
+        Args:
+            rows: samples of the micro-batch; 0 for padding.
+            of_next: True if it is the first micro-batch of a loader batch.
+            last: True if it is the window's last micro-batch.
+        """
+
+    def backward_begins(self) -> None:
+        """Act after a micro-batch's forward, before its backward."""
+
+    def backward_ends(self, rows: int, terms: Count) -> None:
+        """Act after a micro-batch's backward; `terms` is its number of samples or tokens."""
+
+    def step_begins(self, *, is_scaled: bool) -> None:
+        """Act when the loop calls `step`; `is_scaled` is True if gradients still have a loss scale."""
+
+    def gradient_complete(self, scale: float | Tensor) -> None:
+        """Act on the complete gradient, multiplied by `scale`, before it is unscaled or clipped."""
+
+    def window_ends(self, outcome: Outcome) -> None:
+        """Act after the optimizer's step, or after the step was skipped."""
+
+    def window_dropped(self) -> None:
+        """Act after an open window was dropped."""
+
+
+EVENTS = tuple(name for name in vars(Hook) if not name.startswith("_"))
+
+
+class Hooks:
+    """The hooks of a run: for each event, the methods to call in order. An event without hooks costs nothing."""
+
+    window_begins: tuple[Callable[..., None], ...]
+    micro_batch_begins: tuple[Callable[..., None], ...]
+    backward_begins: tuple[Callable[..., None], ...]
+    backward_ends: tuple[Callable[..., None], ...]
+    step_begins: tuple[Callable[..., None], ...]
+    gradient_complete: tuple[Callable[..., None], ...]
+    window_ends: tuple[Callable[..., None], ...]
+    window_dropped: tuple[Callable[..., None], ...]
+
+    def __init__(self, *hooks: Hook | None) -> None:
+        self._bind([hook for hook in hooks if hook is not None])
+
+    def _bind(self, hooks: list[Hook]) -> None:
+        self._hooks = hooks
+        for event in EVENTS:
+            default = getattr(Hook, event)
+            setattr(self, event, tuple(getattr(h, event) for h in hooks if getattr(type(h), event) is not default))
+
+    def remove(self, hook: Hook) -> None:
+        """Remove a hook; also allowed while an event is handled."""
+        self._bind([each for each in self._hooks if each is not hook])
+
+
+@dataclass(frozen=True)
+class WindowDecision:
+    """Composition of a window with an adaptive batch size. It depends on measured times, so a resumed run replays it.
+
+    Args:
+        num_batches: loader batches drawn.
+        k: number of micro-batches decided, which sets the learning rate.
+        is_cut: True if a single loader batch was split in two to measure the noise.
+    """
+
+    num_batches: int
+    k: int
+    is_cut: bool = False
+
+
+class CheckpointHooks(Protocol):
+    """Checkpoint manager of a run, implemented by `trimtab.checkpoint`. All ranks call it in the same windows."""
+
+    def between(self) -> None:
+        """Save a checkpoint or end the run if due; called between two windows."""
+
+    def decided(self, index: int, window: WindowDecision) -> None:
+        """Store the composition of window number `index`, before its first micro-batch."""
+
+    def decided_before(self, index: int) -> WindowDecision | None:
+        """Return the stored composition of window `index` from before a resume; None for later windows."""
+
+    def save(self) -> None:
+        """Save a checkpoint now."""
+
+    def is_leaving(self) -> bool:
+        """Return True if the run was asked to end and will end at the next `between`."""
+
+    def close(self, error: BaseException | None = None) -> None:
+        """Close the manager; `error` is the exception that ended the run, or None."""
