@@ -39,7 +39,8 @@ from trimtab.core.recompute_schedule import KeptBlock, Schedule
 from trimtab.losses import mean_of
 from trimtab.measure.page_faults import time_settled
 from trimtab.planner.plan_choice import choose
-from trimtab.planner.recompute_solver import every_block, keep_all, optimal, predict, sqrt_segments
+from trimtab.planner.recompute_cost import every_block, keep_all, predict, sqrt_segments
+from trimtab.planner.recompute_solver import optimal
 from trimtab.planner.statistics import ratio_interval
 from trimtab.profiling.block_profile import measure_recomputable
 from trimtab.profiling.training_loop import TrainingLoop

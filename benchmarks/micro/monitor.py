@@ -15,7 +15,6 @@ exact); a copy of each gradient (without norms); and nothing, as control.
 
 from __future__ import annotations
 
-import functools
 import copy
 import functools
 import itertools

@@ -26,7 +26,8 @@ from benchmarks import command
 from benchmarks.micro.prediction_models import ResNet50
 from trimtab.core.block_costs import BlockCost
 from trimtab.measure.fake_tensors import FakeTensors
-from trimtab.planner.recompute_solver import keep_all, optimal, predict
+from trimtab.planner.recompute_cost import keep_all, predict
+from trimtab.planner.recompute_solver import optimal
 from trimtab.planner.statistics import mean_interval
 from trimtab.tasks.language_modelling import next_token_loss
 from trimtab.tasks.models.gpt import GPT, GPTShape

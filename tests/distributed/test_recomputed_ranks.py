@@ -13,7 +13,7 @@ RANK = """
     from torch.distributed.fsdp import fully_shard
     from torch.nn.parallel import DistributedDataParallel
     from trimtab.core.recompute_schedule import KeptBlock, RecomputedSegment
-    from trimtab.planner.recompute_solver import every_block, keep_all, sqrt_segments
+    from trimtab.planner.recompute_cost import every_block, keep_all, sqrt_segments
     from trimtab.settings.recompute import use_schedule
 
     rank, folder, how, name = int(sys.argv[1]), *sys.argv[2:5]

@@ -25,7 +25,7 @@ from trimtab.core.hardware import DeviceSpec
 from trimtab.core.memory_model import Line, Operation, Seen, StepWork
 from trimtab.core.profile import SLICED, Candidate, Profile, TracedCandidate, Trial
 from trimtab.core.step_phases import RooflineBound
-from trimtab.planner import recompute_solver
+from trimtab.planner import recompute_candidates
 from trimtab.planner.trial_statistics import ratio_by_longest
 
 # Roofline model (Williams et al. 2009): an operator's time is the maximum of its compute time and its memory time.
@@ -256,7 +256,7 @@ class CostModel:
 
     def _chained_bytes(self, candidate: Candidate) -> int | None:
         """Return the peak of a step with recomputation; the optimizer step needs as much memory as without."""
-        bare = recompute_solver.peak_bytes(self._profile, candidate)
+        bare = recompute_candidates.peak_bytes(self._profile, candidate)
         traced = self._trace_of(replace(candidate, recompute=None))
         if bare is None or traced is None or traced.step is None:
             return bare
@@ -295,7 +295,7 @@ class CostModel:
     def _recomputing(self, candidate: Candidate) -> float | None:
         found, longer = (
             self._profile.recomputable_of(candidate),
-            recompute_solver.recompute_time_fraction(self._profile, candidate),
+            recompute_candidates.recompute_time_fraction(self._profile, candidate),
         )
         plain = self._relative(replace(candidate, recompute=None))
         measured = None if found is None else self._relative(found.candidate)
@@ -422,7 +422,7 @@ class CostModel:
         if candidate.recompute is not None:
             found, longer = (
                 self._profile.recomputable_of(candidate),
-                recompute_solver.recompute_time_fraction(self._profile, candidate),
+                recompute_candidates.recompute_time_fraction(self._profile, candidate),
             )
             plain = self._by_roofline(replace(candidate, recompute=None))
             return None if found is None or plain is None or longer is None else plain + longer * found.step_s

@@ -14,7 +14,7 @@ from trimtab.core.profile import ALONE, SLICED, Candidate, Profile, Trial, is_fi
 from trimtab.planner import search
 from trimtab.planner.compile_policy import reason_not_to_compile, stage_of
 from trimtab.planner.cost_model import PredictedCost
-from trimtab.planner.recompute_solver import in_words
+from trimtab.planner.recompute_candidates import in_words
 from trimtab.planner.search_space import WORTH_A_RUN, WORTH_FUSING, PricedCandidate, fusing_share
 from trimtab.planner.selection import FinalOutcome
 from trimtab.planner.statistics import Interval, is_gain, resolution

@@ -1,170 +1,27 @@
-"""Optimal activation checkpointing schedule within a memory limit, by dynamic programming over a chain's stages."""
+"""Optimal activation checkpointing schedule within a memory limit, by dynamic programming over a chain's stages.
+
+Separate from `recompute_candidates`, because the tables need numpy, whose import takes longer than most plans.
+"""
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.lib.stride_tricks import as_strided
 
-from trimtab.core.block_costs import BlockChain, BlockChainModel, BlockCost
-from trimtab.core.errors import ValueGivenError
-from trimtab.core.objective import Budget
-from trimtab.core.profile import Candidate, Profile, RecomputableBlocks
+from trimtab.core.block_costs import BlockChain, BlockCost
 from trimtab.core.recompute_schedule import (
-    EVERY_BLOCK,
     KeptBlock,
     Part,
     RecomputedSegment,
     Schedule,
-    check_schedule,
-    kept_in,
-    schedule_of,
     stages_of,
     to_notation,
 )
-
-
-@dataclass(frozen=True)
-class ScheduleCost:
-    """Predicted memory and recomputation of a schedule.
-
-    Args:
-        peak_bytes: peak memory of the step, beyond the memory held before.
-        recompute_s: seconds beyond a step without recomputation.
-        runs: number of forwards per stage; partial recomputation is not counted.
-    """
-
-    peak_bytes: int
-    recompute_s: float
-    runs: tuple[int, ...]
-
-
-def keep_all(num_stages: int) -> Schedule:
-    """Return the schedule without recomputation."""
-    return tuple(map(KeptBlock, range(num_stages)))
-
-
-def every_block(num_stages: int) -> Schedule:
-    """Return the schedule that recomputes every stage separately, except the last: its backward follows at once."""
-    return (*schedule_of(EVERY_BLOCK, num_stages - 1), KeptBlock(num_stages - 1))
-
-
-def sqrt_segments(num_stages: int, links: Sequence[bool] = ()) -> Schedule:
-    """Return segments of ceil(sqrt(L)) stages; the last segment is kept (paper eqs. 18 and 19; Chen et al. 2016).
-
-    Args:
-        num_stages: L, length of the chain.
-        links: for all stages but the last, True if a segment may continue to the next stage; segments end at False.
-    """
-    width = math.isqrt(num_stages - 1) + 1 if num_stages > 1 else 1
-    cuts = {index for index, linked in enumerate(links, 1) if not linked}
-    edges = sorted({*range(0, num_stages, width), *cuts, num_stages})
-    *segments, last = (tuple(map(KeptBlock, range(begin, end))) for begin, end in itertools.pairwise(edges))
-    return (*map(RecomputedSegment, segments), *last)
-
-
-def predict(chain: Sequence[BlockCost], schedule: Schedule) -> ScheduleCost:
-    """Return the memory and recomputation of a schedule of a whole chain.
-
-    Raises:
-        ValueGivenError: the schedule does not contain every stage once and in order.
-    """
-    check_schedule(schedule, len(chain))
-    if any(kept.in_part and chain[kept.index].part is None for kept in kept_in(schedule)):
-        given = "a partly kept stage (~) without an expensive part"
-        raise ValueGivenError("schedule", got=given, expected="partly kept stages with an expensive part")
-    step = _Step(chain)
-    step.run(schedule)
-    return ScheduleCost(step.peak, step.recompute_s, tuple(step.runs))
-
-
-class _Step:
-    """Simulation of a step, stage by stage: memory held and its peak."""
-
-    def __init__(self, chain: Sequence[BlockCost]) -> None:
-        self._chain = chain
-        self._held = self._gradients = self._cached = self.peak = 0
-        self.recompute_s = 0.0
-        self.runs = [0] * len(chain)
-
-    def run(self, schedule: Schedule) -> None:
-        """Run the step. Memory between stages is held from forward to backward and never recomputed."""
-        for part in schedule:
-            self.forward((part,), 0)
-            self._held += self._beside(part)
-            self._cached += self._passing(part)
-        self._cached = 0
-        for part in reversed(schedule):
-            self._held -= self._beside(part)
-            self.backward((part,))
-
-    def _passing(self, part: Part) -> int:
-        """Return the bytes of a part that are held until the end of the whole forward."""
-        if isinstance(part, RecomputedSegment):
-            return sum(self._chain[index].cached_bytes for index in part.stages)
-        stage = self._chain[part.index]
-        return stage.part.passing_bytes if part.in_part and stage.part else stage.passing_bytes
-
-    def _beside(self, part: Part) -> int:
-        return sum(self._chain[index].beside_bytes for index in stages_of(part))
-
-    def forward(self, schedule: Schedule, slope: int) -> None:
-        """Run forward while holding `slope` bytes of the output's gradient."""
-        for part in schedule:
-            if isinstance(part, KeptBlock):
-                self._note(slope + self._chain[part.index].forward_bytes)
-                self._held += kept_bytes(self._chain[part.index], part)
-                self.runs[part.index] += 1
-            else:
-                self._drop(part.stages, slope)
-
-    def _drop(self, stages: range, slope: int) -> None:
-        before = 0
-        for index in stages:
-            self._note(slope + before + self._chain[index].dropping_bytes)
-            before = self._chain[index].output_bytes
-            self.runs[index] += 1
-        self._held += before
-
-    def backward(self, schedule: Schedule) -> None:
-        """Run backward and release the memory held for it."""
-        for part in reversed(schedule):
-            if isinstance(part, KeptBlock):
-                self._backward_of(part)
-                continue
-            output = self._chain[part.stages[-1]].output_bytes
-            self._held -= output
-            self.recompute_s += sum(self._chain[index].forward_s for index in part.stages)
-            self.forward(part.parts, output)
-            self.backward(part.parts)
-
-    def _backward_of(self, part: KeptBlock) -> None:
-        stage = self._chain[part.index]
-        self._held -= kept_bytes(stage, part)
-        self._note(backward_need(stage, part))
-        self._gradients += stage.gradient_bytes
-        self.recompute_s += stage.part.recompute_s if part.in_part and stage.part else 0.0
-
-    def _note(self, more: int) -> None:
-        self.peak = max(self.peak, self._held + self._gradients + self._cached + more)
-
-
-def kept_bytes(stage: BlockCost, kept: KeptBlock) -> int:
-    """Return the bytes held by a stage between forward and backward."""
-    return stage.part.saved_bytes if kept.in_part and stage.part else stage.saved_bytes
-
-
-def backward_need(stage: BlockCost, kept: KeptBlock) -> int:
-    """Return the peak bytes of a stage's backward, including saved tensors and the output's gradient."""
-    if kept.in_part and stage.part:
-        return stage.part.saved_bytes + stage.output_bytes + stage.part.backward_bytes
-    return stage.saved_bytes - stage.spare_bytes + stage.output_bytes + stage.backward_bytes
-
+from trimtab.planner.recompute_cost import backward_need, keep_all, kept_bytes, predict
 
 # The limit is divided into SLOTS slots of bytes, and sizes are rounded up to slots. The table is solved for SLACKS
 # times the limit: above 1 because rounded sizes overestimate memory (the schedule is judged by its exact bytes), below
@@ -380,83 +237,3 @@ def _further(table: np.ndarray, axis: int, number: int) -> np.ndarray:
     rows, columns, size = table.shape
     places = min(columns, rows + 1 - number) if axis == 0 else min(rows, columns + 1 - number)
     return as_strided(table, (places, number, size), (sum(table.strides[:2]), table.strides[axis], table.strides[2]))
-
-
-# Recomputation as a setting: schedules to consider for a candidate, and their time and memory.
-
-
-def chain_of(profile: Profile, candidate: Candidate) -> BlockChain | None:
-    """Return the chain of a candidate's micro-batch; None if its blocks were not or cannot be measured."""
-    found = profile.recomputable_of(candidate)
-    if found is None or candidate.compiled:
-        return None
-    is_whole = candidate.micro_batch >= profile.loop.batch_size and not profile.adapts_batch_size
-    model = found.whole if is_whole else found.sliced
-    return None if model is None else _at(model, candidate.micro_batch)
-
-
-@functools.lru_cache(maxsize=256)
-def _at(model: BlockChainModel, rows: int) -> BlockChain:
-    return model.at(rows)
-
-
-def peak_bytes(profile: Profile, candidate: Candidate) -> int | None:
-    """Return the peak memory of a candidate's forward and backward; None if unknown."""
-    chain = chain_of(profile, candidate)
-    return None if chain is None else chain.held_bytes + predict(chain.stages, _whole(chain, candidate)).peak_bytes
-
-
-def recompute_time_fraction(profile: Profile, candidate: Candidate) -> float | None:
-    """Return the recomputed time of a candidate, as a fraction of the step in which its blocks were measured."""
-    found, chain = profile.recomputable_of(candidate), chain_of(profile, candidate)
-    if found is None or chain is None:
-        return None
-    recompute_s = predict(chain.stages, _whole(chain, candidate)).recompute_s
-    return recompute_s * profile.loop.batch_size / candidate.micro_batch / found.step_s
-
-
-def schedules(profile: Profile, candidate: Candidate, budget: Budget, margin: float) -> tuple[str, ...]:
-    """Return the schedules to consider for a candidate without recomputation, as text.
-
-    Standard schedules, and schedules of least recomputation: for the budget, and for large micro-batches also for a few
-    fractions of the peak, for objectives that weigh memory. `margin` is added to a predicted peak before comparison.
-    """
-    found, chain = profile.recomputable_of(candidate), chain_of(profile, candidate)
-    if found is None or chain is None:
-        return ()
-    limit = None if budget.memory_bytes is None else math.floor(budget.memory_bytes / (1 + margin))
-    is_large = 4 * candidate.micro_batch >= profile.loop.batch_size
-    if limit is None and not is_large:
-        return ()
-    return _schedules(chain, limit, found.schedules if is_large else ())
-
-
-@functools.lru_cache(maxsize=1024)
-def _schedules(chain: BlockChain, limit_bytes: int | None, known: tuple[str, ...]) -> tuple[str, ...]:
-    stages, number = chain.stages, len(chain.stages) - 1
-    found = [EVERY_BLOCK, to_notation(sqrt_segments(number, [stage.is_linked for stage in stages[: number - 1]]))]
-    if all(stage.part is not None for stage in stages[:-1]):
-        found.append(to_notation(tuple(KeptBlock(index, in_part=True) for index in range(number))))
-    best = None if limit_bytes is None else optimal(chain.stages, limit_bytes - chain.held_bytes)
-    found += [*known] if best is None else [to_notation(best[:-1]), *known]
-    by_schedule = {schedule_of(each, number): each for each in reversed(found)}
-    return tuple(text for schedule, text in by_schedule.items() if schedule != keep_all(number))
-
-
-def _whole(chain: BlockChain, candidate: Candidate) -> Schedule:
-    """Return a candidate's schedule including the final stage after the blocks, which is kept."""
-    number = len(chain.stages) - 1
-    blocks = keep_all(number) if candidate.recompute is None else schedule_of(candidate.recompute, number)
-    return (*blocks, KeptBlock(number))
-
-
-def in_words(found: RecomputableBlocks, candidate: Candidate) -> str:
-    """Return the recomputed blocks of a candidate in words."""
-    number, parts = len(found.blocks), list[str]()
-    schedule = schedule_of(candidate.recompute or "", number)
-    again = sum(len(part.stages) for part in schedule if isinstance(part, RecomputedSegment))
-    in_part = sum(kept.in_part for kept in kept_in(schedule))
-    parts += [f"{again} of {number} blocks"] if again else []
-    cheap = "all operators except matrix products and attention"
-    parts += [f"{cheap} in {in_part} of {number} blocks"] if in_part else []
-    return f"recomputed in backward: {', and '.join(parts)}"

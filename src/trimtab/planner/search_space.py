@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from trimtab.core.choice import Note
 from trimtab.core.objective import Budget, Cost, Objective
 from trimtab.core.profile import SLICED, Candidate, Profile, is_final
-from trimtab.planner import recompute_solver
+from trimtab.planner import recompute_candidates
 from trimtab.planner.compile_policy import paying_modes, tried
 from trimtab.planner.cost_model import CostModel, PredictedCost, is_in_chunks, sizes_to_consider
 from trimtab.planner.statistics import is_gain
@@ -88,7 +88,7 @@ def _combined(profile: Profile, model: CostModel, budget: Budget) -> Iterator[Ca
                     if not is_in_chunks(profile, part):
                         continue  # not chunked in effect, and no trace of chunks applies
                     yield part
-                    for schedule in recompute_solver.schedules(profile, part, budget, model.chain_margin):
+                    for schedule in recompute_candidates.schedules(profile, part, budget, model.chain_margin):
                         yield replace(part, recompute=schedule)
 
 

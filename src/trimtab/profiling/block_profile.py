@@ -21,7 +21,8 @@ from trimtab.measure.block_graph import BlockGraph
 from trimtab.measure.block_memory import chains_through, trace_stages
 from trimtab.measure.storage_lifetimes import LossFn
 from trimtab.measure.timing import seconds_between, stamp, synchronize
-from trimtab.planner.recompute_solver import by_shares, keep_all
+from trimtab.planner.recompute_cost import keep_all
+from trimtab.planner.recompute_solver import by_shares
 from trimtab.profiling.candidate_traces import at_two_sizes, has_two_sizes, recurrent_layer
 from trimtab.profiling.measurement_notes import describe
 from trimtab.profiling.training_loop import TrainingLoop

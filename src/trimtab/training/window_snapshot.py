@@ -43,9 +43,9 @@ class WindowSnapshot:
     also by checksums of persistent buffers, since some writes leave the version unchanged. The first change of a large
     persistent buffer cannot be undone: that window is not repeated, and skipping it causes a warning.
 
-    Windows 1, 2, 3, 6, 12, ... are watched (`state.loop_state`): frozen parameters, attributes, containers, variables and
-    generators that their forwards change are recorded before every later window. Plain numbers and lists that only the
-    loss refers to are excluded: the number of calls of a loss is not part of a window.
+    Windows 1, 2, 3, 6, 12, ... are watched (`state.loop_state`): frozen parameters, attributes, containers, variables
+    and generators that their forwards change are recorded before every later window. Plain numbers and lists that only
+    the loss refers to are excluded: the number of calls of a loss is not part of a window.
 
     Args:
         model: the model.

@@ -16,7 +16,8 @@ from trimtab.losses import Summed, mean_of
 from trimtab.measure.block_graph import BlockGraph, find_linked_blocks
 from trimtab.measure.block_memory import trace_stages
 from trimtab.measure.blocks import find_blocks
-from trimtab.planner.recompute_solver import every_block, keep_all, optimal, predict, sqrt_segments
+from trimtab.planner.recompute_cost import every_block, keep_all, predict, sqrt_segments
+from trimtab.planner.recompute_solver import optimal
 from trimtab.settings.recompute import use_schedule
 from trimtab.state import peak_memory
 from trimtab.state.peak_memory import peak_growth, storage_bytes

@@ -16,7 +16,8 @@ from trimtab.core.plan import Plan, SplitCheck
 from trimtab.core.profile import ALONE, Candidate, LoopFacts, Profile, RecomputableBlocks, TracedCandidate, Trial
 from trimtab.core.recompute_schedule import KeptBlock, Schedule, schedule_of
 from trimtab.planner.plan_choice import choose
-from trimtab.planner.recompute_solver import by_shares, predict
+from trimtab.planner.recompute_cost import predict
+from trimtab.planner.recompute_solver import by_shares
 from trimtab.planner.search import SearchPhase as Trials
 from trimtab.planner.search import next_recomputables, next_stage, next_traces
 from trimtab.planner.trial_statistics import MIN_BLOCKS, has_lost

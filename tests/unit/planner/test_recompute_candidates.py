@@ -11,7 +11,8 @@ from trimtab.core.objective import Budget, Objective
 from trimtab.core.plan import SplitCheck
 from trimtab.core.recompute_schedule import schedule_of
 from trimtab.planner.plan_choice import choose
-from trimtab.planner.recompute_solver import keep_all, schedules
+from trimtab.planner.recompute_candidates import schedules
+from trimtab.planner.recompute_cost import keep_all
 
 WHOLE = Machine().peak_bytes(measured(Machine()).reference_candidate)
 REFUSED = SplitCheck(False, "rows see each other")

@@ -15,7 +15,8 @@ from raising import raises
 from trimtab.core.block_costs import BlockCost, ExpensivePart
 from trimtab.core.errors import UsageError
 from trimtab.core.recompute_schedule import KeptBlock, RecomputedSegment
-from trimtab.planner.recompute_solver import every_block, keep_all, optimal, predict, sqrt_segments
+from trimtab.planner.recompute_cost import every_block, keep_all, predict, sqrt_segments
+from trimtab.planner.recompute_solver import optimal
 
 
 def stage(saved=4, *, f=1.0, out=1, forward=None, dropping=None, backward=0, grad=0, part=None, **others):

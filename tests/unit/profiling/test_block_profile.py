@@ -19,7 +19,8 @@ from trimtab.core.recompute_schedule import KeptBlock, to_notation
 from trimtab.core.serialization import from_json, to_json
 from trimtab.planner import search
 from trimtab.planner.plan_choice import choose
-from trimtab.planner.recompute_solver import keep_all, optimal, predict
+from trimtab.planner.recompute_cost import keep_all, predict
+from trimtab.planner.recompute_solver import optimal
 from trimtab.profiling import block_profile, profiler
 from trimtab.profiling.block_profile import measure_recomputable
 from trimtab.profiling.training_loop import TrainingLoop

@@ -21,7 +21,8 @@ from trimtab.measure import fake_tensors
 from trimtab.measure.fake_tensors import FakeCudaMode
 from trimtab.measure.memory_trace import trace_peaks
 from trimtab.planner.cost_model import seconds_of, step_seconds
-from trimtab.planner.recompute_solver import keep_all, peak_bytes, predict
+from trimtab.planner.recompute_candidates import peak_bytes
+from trimtab.planner.recompute_cost import keep_all, predict
 from trimtab.planner.target_device_candidates import recorded_blocks, recorded_traces, traced_for, with_blocks
 from trimtab.profiling.candidate_traces import HERE, two_sizes
 from trimtab.profiling.target_device import profile_elsewhere, trace_blocks

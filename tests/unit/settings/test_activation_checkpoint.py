@@ -17,7 +17,7 @@ import trimtab.core.plan
 from trimtab.core.block_costs import BlockCost, ExpensivePart
 from trimtab.core.errors import UsageError
 from trimtab.core.recompute_schedule import KeptBlock, RecomputedSegment, schedule_of
-from trimtab.planner.recompute_solver import every_block, keep_all, predict, sqrt_segments
+from trimtab.planner.recompute_cost import every_block, keep_all, predict, sqrt_segments
 from trimtab.settings import recompute as recompute_module
 from trimtab.settings.recompute import use_plan, use_schedule
 
