@@ -22,12 +22,8 @@ class BatchSizeDecider(Stateful):
     """Chooses the number of micro-batches k while training, from figures that are equal on all ranks.
 
     Args:
-        rule: policy and bounds.
         unit: micro-batches per loader batch.
-        micro_batch_samples: samples per micro-batch.
-        num_ranks: world size.
         note: called with an event's name and figures.
-        normalises: the optimizer divides gradients by their size, see `PolicyInput`.
 
     Attributes:
         k: micro-batches per step and rank, a multiple of `unit`. With "throughput_per_memory": number of micro-batches
@@ -149,11 +145,6 @@ class BatchSizeDecider(Stateful):
         return batches | {name: part.state_dict() for name, part in self._parts().items()}
 
     def loading(self, state: Mapping[str, Any]) -> Load:
-        """Validate `state_dict()` and return a function that loads the state.
-
-        Raises:
-            FormatError, ValueGivenError: the state is invalid.
-        """
         names = "batches", "base_batches"
         require_keys("state.batch.decided", state, (*names, *self._parts()))
         batches, base = (validation.integer(f"state.batch.decided.{name}", state[name]) for name in names)

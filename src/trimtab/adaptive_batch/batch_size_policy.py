@@ -32,8 +32,6 @@ class NoiseEstimate:
     Args:
         trace: S, trace of the per-sample gradient covariance.
         norm2: G2, squared norm of the true gradient.
-        norm2_error: standard error of `norm2`.
-        num_windows: number of averaged steps.
     """
 
     trace: float
@@ -76,12 +74,9 @@ class PolicyInput:
     """Input of a decision: the current k, the layout of batches, and the estimates.
 
     Args:
-        k: current number of micro-batches per step and rank.
         unit: micro-batches per loader batch; k is a multiple.
         micro_batch_samples: b, samples per micro-batch.
         num_ranks: R, world size.
-        noise: noise estimate; None while unknown.
-        times: time estimate; None while unknown.
         normalises: the optimizer divides gradients by their size, as Adam does.
     """
 
@@ -105,8 +100,6 @@ class BatchSizeDecision:
     """Decision on the next step.
 
     Args:
-        k: number of micro-batches.
-        reason: sentence with the figures.
         wanted: unrounded k; None if it was not computed.
         code: stable identifier of the reason, such as "k.optimal" or "noise.unknown".
     """

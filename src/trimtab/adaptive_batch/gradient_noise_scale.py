@@ -186,11 +186,6 @@ class NoiseAverage(Stateful):
         return {name: getattr(self, name) for name in self._FIELDS}
 
     def loading(self, state: Mapping[str, float]) -> Load:
-        """Validate `state_dict()` and return a function that loads the state.
-
-        Raises:
-            FormatError, ValueGivenError: the state is invalid.
-        """
         require_keys("state.noise", state, self._FIELDS)
         counts = {name: validation.integer(f"state.noise.{name}", state[name], low=0) for name in self._COUNTS}
         values = {

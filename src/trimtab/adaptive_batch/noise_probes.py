@@ -139,11 +139,6 @@ class OverheadBudget(Stateful):
         return {name: getattr(self, name) for name in self._FIELDS}
 
     def loading(self, state: Mapping[str, Any]) -> Load:
-        """Validate `state_dict()` and return a function that loads the state.
-
-        Raises:
-            FormatError, ValueGivenError: the state is invalid.
-        """
         where = f"state.{self.technique}"
         require_keys(where, state, self._FIELDS)
         for name, value in state.items():
@@ -176,11 +171,7 @@ class ProbeSelection(Stateful):
     """Selects probe steps: steps with more loader batches than chosen, or with a single batch split in two.
 
     Args:
-        rule: policy and bounds.
         unit: micro-batches per loader batch.
-        account: overhead account of the run.
-        times: time estimates of the run.
-        may_split: a loader batch may be split.
         shows_one: a step of a single micro-batch shows the noise (several ranks), or the noise is not needed.
 
     Attributes:
@@ -212,15 +203,10 @@ class ProbeSelection(Stateful):
         return {"explored": self._explored, "explores_at": self._explores_at}
 
     def loading(self, state: Mapping[str, Any]) -> Load:
-        """Validate `state_dict()` and return a function that loads it, possibly on a machine with more memory.
-
-        Raises:
-            FormatError, ValueGivenError: the state is invalid.
-        """
         require_keys("state.probing", state, self.state_dict())
         explored, at = (validation.integer(f"state.probing.{name}", state[name], low=0) for name in self.state_dict())
 
-        def load() -> None:
+        def load() -> None:  # Possibly on a machine with more memory.
             self._explored, self._explores_at = explored, at
             self._fits_from, self._unfit = 0, _UNFIT
 

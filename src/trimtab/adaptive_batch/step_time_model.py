@@ -156,11 +156,6 @@ class WindowTimes(Stateful):
         return {"sample_s": list(self._sample_s), "fixed_s": list(self._fixed_s), "seen": self._seen}
 
     def loading(self, state: Mapping[str, Any]) -> Load:
-        """Validate `state_dict()` and return a function that loads the state.
-
-        Raises:
-            FormatError, ValueGivenError: the state is invalid.
-        """
         names = ("sample_s", "fixed_s")
         lists = isinstance(state, Mapping) and all(isinstance(state.get(name), list) for name in names)
         if not lists or len(state["sample_s"]) != len(state["fixed_s"]):

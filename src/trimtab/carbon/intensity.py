@@ -118,8 +118,6 @@ class Carbon:
 
     Args:
         grams: None if the energy is unknown.
-        kind: kind of the intensity.
-        provenance: provenance of the energy.
         reason: reason for a missing figure, or "".
     """
 

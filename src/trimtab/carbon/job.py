@@ -126,8 +126,6 @@ class MachinePower:
     """Power of a machine.
 
     Args:
-        watts: while training.
-        idle_watts: while waiting.
         known: source of the figures, in words.
     """
 
@@ -141,10 +139,7 @@ class RemainingWork:
     """Duration and power of a run.
 
     Args:
-        steps: steps of the whole run.
-        step_s: seconds per step.
         seconds_by: source of the step time, in words.
-        power: power of the machine.
         pause_s: seconds lost per pause; None: the run is not paused.
     """
 

@@ -36,9 +36,7 @@ class IntensitySteps:
     """Carbon intensity between two moments, as a step function.
 
     Args:
-        end_s: end, in seconds since 1970.
         points: microseconds since the begin: 0, the steps of the intensity, and the end.
-        moments: the points in seconds since 1970.
         levels: grams per kWh from a point to the next.
         totals: integral of the intensity from the begin to a point, in g s / kWh.
     """
@@ -123,13 +121,10 @@ class TimeAxisPass:
 
     Args:
         points: moments at which a pause may begin or end.
-        total: integral of the intensity up to a point.
         starts: cost of starting the job at a point.
         ends: cost of ending the job at a point.
         pauses: cost of beginning a pause at a point, in addition to idling.
         resumes: cost of ending a pause at a point, in addition to idling.
-        train_w: power while training.
-        idle_w: power while paused.
     """
 
     points: Sequence[int]
@@ -263,8 +258,6 @@ class Downside:
 
     Args:
         hours: description of the alternative intensity.
-        grams: emissions of the schedule.
-        start_now_g: emissions of starting now.
     """
 
     hours: str

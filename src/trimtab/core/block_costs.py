@@ -17,10 +17,8 @@ class ExpensivePart:
     """Costs of a stage that keeps only the outputs of matrix products and attention, and recomputes the rest.
 
     Args:
-        saved_bytes: held from forward to backward.
         backward_bytes: peak of the backward, beyond saved_bytes and the output's gradient.
         recompute_s: seconds to compute the rest.
-        passing_bytes: as of a `BlockCost`.
     """
 
     saved_bytes: int

@@ -167,7 +167,6 @@ class RefusedByProof:
     """A setting that a proof refused for this loop.
 
     Args:
-        setting: name of a field of `Candidate`.
         value: refused value; for a micro-batch, every size below the batch size is refused.
         reason: description of the difference, with the name of the parameter or buffer.
         code: `Proof.code` of the proof.

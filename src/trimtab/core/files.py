@@ -106,7 +106,6 @@ def in_use(path: Path, pid: int | None, holder: str = "") -> InUseError:
 # Size limits per kind of file: about a hundred times the largest file that trimtab writes.
 JSON_BYTES = 2**27  # A plan, profile, result or state of a command.
 SMALL_JSON_BYTES = 2**24  # The settings of a command.
-STATE_BYTES = 2**31  # The JSON part of a checkpoint.
 RECORD_BYTES = 2**34
 LINE_BYTES = 2**24  # A line of a record; the header contains a plan.
 CSV_BYTES = 2**24
@@ -429,13 +428,13 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def not_written(
-    path: Path,
-    error: OSError,
-    expected: str = "free disk space and write permission",
-    hint: str = "The existing content is unchanged.",
-) -> SaveError:
+def not_written(path: Path, error: OSError) -> SaveError:
     """Return the error for a file or folder that the file system could not write or remove."""
-    made = SaveError(str(path), got=f"the error {str(error.strerror or error)!r}", expected=expected, hint=hint)
+    made = SaveError(
+        str(path),
+        got=f"the error {str(error.strerror or error)!r}",
+        expected="free disk space and write permission",
+        hint="The existing content is unchanged.",
+    )
     made.errno = error.errno
     return made

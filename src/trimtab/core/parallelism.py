@@ -12,13 +12,7 @@ from trimtab.core.errors import FormatError, ValueGivenError
 ENGINES = ("torch", "deepspeed")
 REDUCE_DTYPES = GATHER_DTYPES = ("fp32", "bf16")
 # Sharding settings and their defaults without a ZeRO stage; other values need a stage.
-KEPT = {
-    "engine": "torch",
-    "reduce_dtype": "fp32",
-    "bucket_bytes": None,
-    "reduces_once": True,
-    "powersgd_rank": None,
-}
+KEPT = {"engine": "torch", "reduce_dtype": "fp32", "bucket_bytes": None, "reduces_once": True, "powersgd_rank": None}
 STAGES = {
     0: "every rank holds all (DDP)",
     1: "optimizer state is sharded",

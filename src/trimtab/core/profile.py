@@ -75,7 +75,6 @@ class Trial:
 
     Args:
         stage: name of the search phase; trials of a phase are paired by block index.
-        candidate: the settings.
         block_s: seconds per step, one figure per interleaved block; in the phase "optimizer", of the optimizer step
             alone.
         peak_bytes: peak bytes of a step, measured in a separate pass; None if not measured.
@@ -135,11 +134,9 @@ class TracedCandidate:
     """Peak memory of a candidate's step as a function of the micro-batch size, traced without a run.
 
     Args:
-        candidate: the settings; the micro-batch is ignored.
         whole: peak of a step with a single micro-batch.
         sliced: peak of a step with several micro-batches, which hold accumulated gradients; None if the batch cannot
             be split.
-        work: operators of the step.
         step: peak of the optimizer step alone, without activations.
     """
 
@@ -214,7 +211,6 @@ class LoopFacts:
         optimizer: class name.
         batch_size: samples per optimizer step.
         terms_per_step: number of terms that the loss averages over (samples or tokens, without padding).
-        terms: name of the terms.
         flops_per_step: counted forward and backward FLOP of one optimizer step, including the model's own
             recomputation; None if not counted.
         has_convolutions, supports_fused, is_fused: determine the settings to try.
@@ -224,7 +220,6 @@ class LoopFacts:
         can_retain: True if the host allocator can keep freed memory.
         faults_per_step: page faults of a step, from memory returned to the system and requested again; None if
             unknown.
-        fault_s: seconds per page fault; None if unknown.
         is_compiled: True if the loop already compiles the model or a part of it.
         scores_bytes: bytes that a step keeps of softmaxes over square score matrices, as unfused attention does.
         logits: rows and columns of the largest logits in the loss.
@@ -270,14 +265,6 @@ class Profile:
     """All measurements behind a plan; JSON, so that a plan can be chosen later and on another machine.
 
     Args:
-        device: device of the measurements.
-        loop: properties of the loop.
-        check: result of the splitting check.
-        reference: the user's loop.
-        trials: trials of all search phases.
-        phases_s: seconds of a step by phase.
-        environment: machine and versions.
-        profiling_s: seconds spent on measuring.
         objective, budget: determined which candidates were tried.
         total_steps: optimizer steps of the whole run; None if unknown.
         adapts_batch_size: True if windows may span several batches; all peaks are then of such windows.
@@ -285,7 +272,6 @@ class Profile:
         traces: traces of this device's operators.
         target_device_traces, target_device_blocks: traces of CUDA's operators, for target devices.
         recomputables: measured blocks, if memory is limited or weighted.
-        meter: energy meter, or the reason for having none.
         notes: figures and settings that could not be measured or tried, with the reasons.
         proofs: proofs of candidates about to be chosen.
         refused_by_proof: settings that a proof refused for this loop.

@@ -45,13 +45,7 @@ class TimedRound:
 
 @dataclass(frozen=True)
 class RooflineBound:
-    """Lower bound on the seconds of a phase's operators, by a device's peaks (roofline; Williams et al. 2009).
-
-    Args:
-        compute_s: seconds of the compute-bound operators.
-        memory_s: seconds of the memory-bound operators.
-        flops, moved_bytes: totals over all operators.
-    """
+    """Lower bound on the seconds of a phase's operators, by a device's peaks (roofline; Williams et al. 2009)."""
 
     compute_s: float
     memory_s: float
@@ -97,13 +91,8 @@ class TimedGain:
     """Interleaved rounds of the baseline and the plan; round i of the baseline is paired with round i of the plan.
 
     Args:
-        task: name of the task.
-        reference: rounds of the baseline.
-        plan: rounds of the plan.
-        changes: description of the plan's changes.
         device: device whose peaks give the lower bounds.
         num_ranks: ranks that trained together; seconds are rank 0's.
-        environment: machine and versions.
     """
 
     task: str

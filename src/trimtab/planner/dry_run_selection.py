@@ -34,7 +34,6 @@ class DryRunResult:
         peaks: peak bytes of each measured window, on the rank with the largest peak; () if not measured.
         slower: ratio of measured to predicted seconds of the plan as first proposed; None if unknown.
         refusal: reason for not running, or "".
-        took_s: seconds of the dry run.
         code: stable identifier of the refusal, "dry_run.out_of_memory" or "dry_run.failed"; "" if the plan ran.
     """
 
@@ -71,7 +70,6 @@ class CompletedDryRuns:
     """Dry runs of a job, in order.
 
     Args:
-        ran: dry runs.
         only: choose only among plans that ran.
         as_usual: plans that did not run send gradients by default.
     """

@@ -35,15 +35,7 @@ _NOT_PREDICTED_BETTER = Note("predicted.no_gain", "no alternative is predicted t
 
 @dataclass(frozen=True)
 class Explanations:
-    """Explanation of a plan's choices.
-
-    Args:
-        profile: measurements.
-        found: all considered points.
-        winner: chosen candidate.
-        outcome: result of the deciding final; None if the cost model decided.
-        budget: limits.
-    """
+    """Explanation of a plan's choices."""
 
     profile: Profile
     found: Sequence[PricedCandidate]

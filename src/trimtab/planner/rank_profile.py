@@ -21,8 +21,6 @@ class RankPeakMemory:
     """Peak memory of a rank as a function of the micro-batch size, traced without a run.
 
     Args:
-        candidate: the settings; the micro-batch is ignored.
-        way: ZeRO stage and reduction.
         whole: peak of a window with a single micro-batch.
         sliced: peak of a window with several micro-batches.
     """

@@ -55,8 +55,6 @@ class SearchPhase:
     """Search phase: candidates to run interleaved; the first is the incumbent.
 
     Args:
-        name: name of the phase.
-        candidates: candidates, the incumbent first.
         control: run the incumbent twice, as the A/A control.
         accepts: the phase decides a choice and runs the blocks of a full verdict.
         drops: stop running candidates that lose their first blocks.

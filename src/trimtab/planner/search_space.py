@@ -40,8 +40,6 @@ class PricedCandidate:
     """A candidate with its predicted cost.
 
     Args:
-        candidate: settings.
-        cost: predicted cost.
         refusal: reason against choosing the candidate, or None.
         has_failed: the candidate failed to run.
     """

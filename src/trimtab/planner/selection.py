@@ -28,8 +28,6 @@ class FinalOutcome:
     """Result of a final.
 
     Args:
-        winner: trial of the winner.
-        reference: trial of the user's loop.
         control: A/A control, the reference compared with itself.
         must_leave: reason why the reference cannot stay, or None.
         unread: reason why weighed energy cannot be compared, in which case the reference stays; otherwise None.

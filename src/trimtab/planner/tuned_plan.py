@@ -13,7 +13,6 @@ from trimtab.core.batch_rule import WARMUP_FRACTION
 from trimtab.core.objective import Budget
 from trimtab.core.plan import (
     KEEP_BATCH,
-    KEEP_DROPOUT,
     KEEP_LEARNING_RATE,
     KEEP_OPTIMIZER,
     KEEP_WARMUP,
@@ -21,7 +20,6 @@ from trimtab.core.plan import (
     Effect,
     Plan,
     Rejected,
-    Scalar,
 )
 from trimtab.planner.statistics import Interval, is_gain, ratio_interval, resolution
 from trimtab.planner.trial_statistics import over_budget
@@ -49,8 +47,6 @@ class RatePoint:
     this pairing.
 
     Args:
-        scale: factor on the user's learning rates.
-        loss: training loss.
         norm: gradient norm before the step and before clipping; None if unknown.
     """
 
@@ -64,9 +60,6 @@ class RateChoice:
     """Result of a range test.
 
     Args:
-        scale: chosen factor on the user's learning rates.
-        reason: reason for the factor.
-        rejected: rejected alternatives.
         norm: typical gradient norm at the factor; None if unknown.
         rising_steps: steps of rising rate until the lowest loss; None if unknown.
         code: stable identifier of the reason, such as "range_test.diverged".
@@ -257,8 +250,6 @@ class PairedTrainingVerdict:
     """Verdict on a rival.
 
     Args:
-        is_gain: True if the rival won.
-        reason: sentence with the figures.
         step_ratio: ratio of the rival's to the incumbent's seconds per step.
         code: stable identifier of the reason, such as "paired_run.later".
     """
@@ -396,25 +387,22 @@ def _rise(rising_steps: int | None, run_steps: int | None) -> Choice:
     return Choice(share, reason, Effect.TRAINING, changed=True, rejected=rejected, code="warmup.of_range_test")
 
 
-def adapt_optimizer(stands: Plan, rival: Plan, verdict: PairedTrainingVerdict, search_s: float) -> Plan:
-    """Return the rival with Muon as a tuned plan if it won; otherwise the incumbent with the reason."""
-    if not verdict.is_gain:
-        kept = _kept(KEEP_OPTIMIZER, "muon", verdict)
-        return replace(_searched(stands, search_s), optimizer=kept)
-    reason = f"Muon for the matrices of the blocks, AdamW for the rest; {verdict.reason}"
-    rejected = (Rejected("user", _LATER, _LATER_CODE),)
-    won = replace(rival.optimizer, reason=reason, rejected=rejected, code=verdict.code)
-    return replace(_won(stands, rival, verdict, search_s), optimizer=won)
+def adapt_setting(
+    name: str, stands: Plan, rival: Plan, verdict: PairedTrainingVerdict, search_s: float, what: str = ""
+) -> Plan:
+    """Return the rival, with another value of a setting, as a tuned plan if it won; else the incumbent with the reason.
 
-
-def adapt_dropout(stands: Plan, rival: Plan, verdict: PairedTrainingVerdict, search_s: float) -> Plan:
-    """Return the rival without dropout as a tuned plan if it won; otherwise the incumbent with the reason."""
+    Args:
+        what: description of the rival's value, put before the reason.
+    """
+    mine, theirs, why = getattr(stands, name), getattr(rival, name), verdict.reason
     if not verdict.is_gain:
-        kept = _kept(KEEP_DROPOUT, rival.dropout.value, verdict)
-        return replace(_searched(stands, search_s), dropout=kept)
-    rejected = (Rejected(None, _LATER, _LATER_CODE),)
-    won = replace(rival.dropout, reason=verdict.reason, rejected=rejected, code=verdict.code)
-    return replace(_won(stands, rival, verdict, search_s), dropout=won)
+        lost = (Rejected(theirs.value, why, verdict.code),)
+        kept = replace(getattr(Plan, name), reason=why, rejected=lost, code=verdict.code)
+        return replace(_searched(stands, search_s), **{name: kept})
+    lost = (Rejected(mine.value, _LATER, _LATER_CODE),)
+    won = replace(theirs, reason=f"{what}; {why}" if what else why, rejected=lost, code=verdict.code)
+    return replace(_won(stands, rival, verdict, search_s), **{name: won})
 
 
 def adapt_schedule(stands: Plan, rival: Plan, verdict: PairedTrainingVerdict, search_s: float) -> Plan:
@@ -429,11 +417,6 @@ def adapt_schedule(stands: Plan, rival: Plan, verdict: PairedTrainingVerdict, se
     rejected = (*mine.rejected, Rejected(mine.value, _LATER, _LATER_CODE))
     won = replace(theirs, reason=verdict.reason, rejected=rejected, code=verdict.code)
     return replace(_searched(stands, search_s), schedule=won)
-
-
-def _kept(unchanged: Choice, value: Scalar, verdict: PairedTrainingVerdict) -> Choice:
-    rejected = (Rejected(value, verdict.reason, verdict.code),)
-    return replace(unchanged, reason=verdict.reason, rejected=rejected, code=verdict.code)
 
 
 def within_limits(budget: Budget, rival: Plan, verdict: PairedTrainingVerdict) -> PairedTrainingVerdict:

@@ -58,10 +58,7 @@ class StageCost:
 
     Args:
         way: ZeRO stage, and reduction once per step.
-        plan: best plan.
-        cost: predicted cost of a step.
         margin: relative margin on the predicted peak before comparison with a limit.
-        ran: dry run of the plan, or None.
         slower: ratio of measured to predicted step time of similar plans.
     """
 
@@ -100,13 +97,7 @@ class StageCost:
 
 @dataclass(frozen=True)
 class RefusedStage:
-    """A way to shard the model that was refused.
-
-    Args:
-        way: ZeRO stage, and reduction once per step.
-        refusal: reason.
-        code: stable identifier of the reason, such as "budget.memory".
-    """
+    """A way to shard the model that was refused."""
 
     way: Way
     refusal: str

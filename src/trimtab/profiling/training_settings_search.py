@@ -24,10 +24,9 @@ from trimtab.planner.tuned_plan import (
     RatePoint,
     ShortPair,
     ShortRun,
-    adapt_dropout,
     adapt_learning_rate,
-    adapt_optimizer,
     adapt_schedule,
+    adapt_setting,
     choose_rate,
     has_diverged,
     is_lost,
@@ -417,7 +416,8 @@ def tune_plan(
     if rival.schedule.value != "user" and stands.schedule.value != "user":
         rival = replace(rival, schedule=stands.schedule)
     verdict = within_limits(budget, rival, judge_rival(short_race(subject, stands, rival, data, progress), "Muon"))
-    return adapt_optimizer(stands, rival, verdict, time.perf_counter() - begin)
+    what = "Muon for the matrices of the blocks, AdamW for the rest"
+    return adapt_setting("optimizer", stands, rival, verdict, time.perf_counter() - begin, what)
 
 
 def find_rate(
@@ -464,7 +464,7 @@ def _dropout_raced(
     length = "1 epoch" if passes == 1 else f"{passes:.2g} epochs"
     how = f"compared by the loss of batches before they are trained on, for a run of {length}"
     explained = replace(verdict, reason=f"{how}: {verdict.reason}")
-    return adapt_dropout(stands, rival, explained, time.perf_counter() - begin)
+    return adapt_setting("dropout", stands, rival, explained, time.perf_counter() - begin)
 
 
 def _not_raced(subject: TrainingLoop, data: Iterable[Any], passes: float | None) -> str:

@@ -146,11 +146,7 @@ def test_counted_bytes_go_before_traced_ones():
 
 
 @pytest.mark.parametrize(
-    ("facts", "margin"),
-    [
-        ({"has_workspaces": False}, MARGIN),
-        ({"has_workspaces": True}, CONVOLUTIONS),
-    ],
+    ("facts", "margin"), [({"has_workspaces": False}, MARGIN), ({"has_workspaces": True}, CONVOLUTIONS)]
 )
 def test_a_trace_is_held_with_a_margin(facts, margin):
     """Where nothing was tried, by what its layers take beside tensors."""

@@ -35,10 +35,7 @@ def machine(**given) -> Machine:
     return Machine(speed={"bf16": 1.3}, watts=hungry, noise=0.002, **given)
 
 
-@pytest.mark.parametrize(
-    ("objective", "precision"),
-    [(BY_TIME, "bf16"), (BY_ENERGY, "fp32"), (BY_BOTH, "fp32")],
-)
+@pytest.mark.parametrize(("objective", "precision"), [(BY_TIME, "bf16"), (BY_ENERGY, "fp32"), (BY_BOTH, "fp32")])
 def test_joules_move_the_choice(objective, precision):
     assert planned(machine(), objective=objective, can_retain=False).precision.value == precision
 

@@ -19,10 +19,9 @@ from trimtab.planner.tuned_plan import (
     RateChoice,
     ShortPair,
     ShortRun,
-    adapt_dropout,
     adapt_learning_rate,
-    adapt_optimizer,
     adapt_schedule,
+    adapt_setting,
     is_lost,
     judge_rival,
     tried_settings,
@@ -194,7 +193,7 @@ def planned() -> tuple[Plan, Plan]:
 
 
 def test_a_rival_that_won_is_the_plan_at_its_own_seconds():
-    found = adapt_optimizer(*planned(), PairedTrainingVerdict(True, "so much sooner", 1.25), 4.0)
+    found = adapt_setting("optimizer", *planned(), PairedTrainingVerdict(True, "so much sooner", 1.25), 4.0)
     assert (found.optimizer.value, found.plan_kind, found.changes) == (
         "muon",
         "tuned",
@@ -209,7 +208,9 @@ def test_a_rival_that_won_is_the_plan_at_its_own_seconds():
 
 def test_a_rival_that_lost_leaves_the_plan_and_its_reason():
     stands, rival = planned()
-    found = adapt_optimizer(stands, rival, PairedTrainingVerdict(False, "later by 2x", code="paired_run.later"), 4.0)
+    found = adapt_setting(
+        "optimizer", stands, rival, PairedTrainingVerdict(False, "later by 2x", code="paired_run.later"), 4.0
+    )
     assert (found.optimizer.value, found.optimizer.reason, found.changes) == ("user", "later by 2x", ())
     assert found.optimizer.rejected == (Rejected("muon", "later by 2x", "paired_run.later"),)
     assert (found.measured, found.planning_s, found.search_s) == (stands.measured, 14.0, 5.0)
@@ -227,6 +228,6 @@ def test_what_was_tried_is_told_whether_it_was_kept_or_not(won):
         "schedule",
     )
     none = replace(plan, dropout=replace(KEEP_DROPOUT, value=0.0, changed=True))
-    assert tried_settings(adapt_dropout(plan, none, verdict, 1.0)) == ("dropout",)
+    assert tried_settings(adapt_setting("dropout", plan, none, verdict, 1.0)) == ("dropout",)
     assert tried_settings(replace(plan, dropout=replace(KEEP_DROPOUT, reason="not raced: it repeats its data"))) == ()
-    assert tried_settings(adapt_optimizer(*planned(), verdict, 1.0))[-1] == "optimizer"
+    assert tried_settings(adapt_setting("optimizer", *planned(), verdict, 1.0))[-1] == "optimizer"

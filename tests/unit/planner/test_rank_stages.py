@@ -82,10 +82,7 @@ def test_a_plan_says_what_a_rank_holds_and_what_its_window_takes():
     assert (plan.measured, plan.verified, plan.baseline) == (None, None, None)  # one process's, not a rank's
 
 
-@pytest.mark.parametrize(
-    ("memory", "stage", "peak"),
-    [(751, 0, 750), (745, 1, 735), (736, 2, 720), (716, 3, 700)],
-)
+@pytest.mark.parametrize(("memory", "stage", "peak"), [(751, 0, 750), (745, 1, 735), (736, 2, 720), (716, 3, 700)])
 def test_under_a_limit_a_stage_is_chosen_that_meets_it_whole(memory, stage, peak):
     plan, _ = choose(profile_of(memory=memory))
     assert (plan.zero_stage.value, plan.predicted.peak_bytes) == (stage, peak * MIB)

@@ -80,13 +80,7 @@ def test_where_a_hop_takes_long_gradients_are_sent_together():
     assert {loser.value for loser in found.bucket_bytes.rejected} == {None, 2**20, 2**22}
 
 
-@given(
-    st.floats(1e-6, 0.1),
-    st.floats(1e6, 1e11),
-    st.floats(0.0, 1e-8),
-    st.floats(0.0, 1.0),
-    st.integers(2, 64),
-)
+@given(st.floats(1e-6, 0.1), st.floats(1e6, 1e11), st.floats(0.0, 1e-8), st.floats(0.0, 1.0), st.integers(2, 64))
 def test_a_change_is_predicted_to_be_worth_it_and_nothing_considered_is_faster(latency, speed, cast, overlap, ranks):
     known = calibration(latency, speed, cast, overlap)
     found, ways = with_fastest_communication(plan(ranks), known, SHAPE), ways_to_send(plan(ranks), known, SHAPE)

@@ -23,7 +23,7 @@ from trimtab.planner.tuned_plan import (
     RatePoint,
     ShortPair,
     ShortRun,
-    adapt_optimizer,
+    adapt_setting,
     within_limits,
 )
 from trimtab.profiling import training_settings_search
@@ -474,7 +474,10 @@ def test_a_rival_whose_step_breaks_a_limit_does_not_win():
         found = within_limits(limit, plan, won)
         assert not found.is_gain
         assert "over the budget" in found.reason
-        assert adapt_optimizer(plan, replace(plan, optimizer=MUON.optimizer), found, 1.0).optimizer.value == "user"
+        assert (
+            adapt_setting("optimizer", plan, replace(plan, optimizer=MUON.optimizer), found, 1.0).optimizer.value
+            == "user"
+        )
 
 
 def test_what_is_unseen_is_of_one_pass():
