@@ -73,7 +73,7 @@ class TrackedRecord(RecordWriter):
         if isinstance(line, Header) or not self._feeds or os.getpid() != self._process:
             super().write(line)
             return
-        if not self._is_open_ended:
+        if not self.is_open_ended:
             for feed in self._feeds:
                 self._note(feed, "tracker.raised", feed.failure)
         super().write(line)
@@ -97,7 +97,7 @@ class TrackedRecord(RecordWriter):
         if not error or feed in self._errors:
             return
         self._errors[feed] = error
-        if not self._is_open_ended:  # An open-ended file holds lines of an earlier run, which this event would replace.
+        if not self.is_open_ended:  # An open-ended file holds lines of an earlier run, which this event would replace.
             super().write(Event("tracker", self._step, {"tracker": feed.name, "code": code, "error": error}))
 
     def close(self) -> None:
