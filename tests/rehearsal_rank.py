@@ -25,6 +25,7 @@ sys.path.insert(0, str(Path(__file__).parent / "unit" / "planner"))
 from call_counts import OutOfReach
 from memory_rank import Words, batch_of, loss, settling
 from simulated_machine import MIB, Machine, measured
+from state_digest import fingerprint
 from test_rank_stages import ACCELERATOR, shape, traces_of
 
 import trimtab
@@ -38,7 +39,6 @@ from trimtab.distributed.dry_run import DryRuns, of_live
 from trimtab.distributed.zero_stage_inputs import StageMeasurements
 from trimtab.measure.gradient_norms import local_shard
 from trimtab.state.peak_memory import peak_growth, storage_bytes
-from trimtab.state.state_digest import fingerprint
 
 ROWS, SLOW_S = 8, 0.1
 SHAPE = StepShape(0.01, 0.02, 0.001, (2**20,) * 8, (1.0,) * 8)

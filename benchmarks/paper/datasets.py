@@ -17,9 +17,9 @@ from typing import IO, NamedTuple
 
 import numpy as np
 
-from benchmarks.paper.sources import DataSet, Found, PublicFile, find
+from benchmarks.paper.sources import DATA_BYTES, DataSet, Found, PublicFile, find
 from trimtab.core.errors import FormatError
-from trimtab.core.files import DATA_BYTES, read_bytes
+from trimtab.core.files import read_bytes
 from trimtab.tasks.task import DataSource
 
 BATCH_IMAGES = 10_000

@@ -31,10 +31,11 @@ from pathlib import Path
 from typing import BinaryIO
 
 from trimtab.core.errors import DataMissingError, FormatError
-from trimtab.core.files import DATA_BYTES, open_regular, set_apart
+from trimtab.core.files import open_regular, set_apart
 
 TIMEOUT_S = 5.0
 CHUNK_BYTES = 1 << 20
+DATA_BYTES = 2**34  # size limit of a file
 EMBEDDED = "digits_resnet and source_gpt"
 
 

@@ -10,6 +10,7 @@ import torch
 from call_counts import OutOfReach
 from plain_loop import Case, assert_close, assert_same_training, train_ours, train_plain
 from raising import raises
+from state_digest import fingerprint
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
@@ -22,7 +23,6 @@ from trimtab.core.plan import Plan
 from trimtab.losses import Summed
 from trimtab.measure import machine
 from trimtab.profiling import trials
-from trimtab.state.state_digest import fingerprint
 
 NUM_ROWS = 4 * ROWS + 5  # the last batch is short
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from state_digest import fingerprint
 from sync import without_waiting
 from torch import nn
 
@@ -18,7 +19,6 @@ from trimtab.losses import Summed
 from trimtab.measure.phase_timer import StepClock
 from trimtab.state.loop_state import LoopState
 from trimtab.state.peak_memory import peak_bytes, unused_bytes
-from trimtab.state.state_digest import fingerprint
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

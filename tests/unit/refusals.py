@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from state_digest import fingerprint
 from torch import nn
 
 import trimtab
@@ -16,7 +17,6 @@ from trimtab.core.errors import TrimtabError
 from trimtab.core.plan import Plan
 from trimtab.measure import machine
 from trimtab.profiling import trials
-from trimtab.state.state_digest import fingerprint
 
 ROWS = 6
 NAN, INF = math.nan, math.inf

@@ -379,13 +379,6 @@ class CarbonSchedule:
             return None
         return self.saved_g / self.start_now_g if self.start_now_g > 0 else 0.0
 
-    @property
-    def downside_g(self) -> float:
-        """Grams more than starting now in the worst of the downsides; 0 for starting now."""
-        if self.is_start_now:  # Two summation orders may differ in the last bits.
-            return 0.0
-        return max((each.extra_g for each in self.downsides), default=0.0)
-
     def describe(self) -> str:
         """Return the schedule, its expected saving and its downsides in words."""
         if self.grams is None or self.start_now_g is None:

@@ -109,7 +109,6 @@ SMALL_JSON_BYTES = 2**24  # The settings of a command.
 RECORD_BYTES = 2**34
 LINE_BYTES = 2**24  # A line of a record; the header contains a plan.
 CSV_BYTES = 2**24
-DATA_BYTES = 2**34  # A file of a data set.
 
 
 def open_regular(path: str | Path, expected: str, *, limit: int) -> BinaryIO:

@@ -62,11 +62,6 @@ class Interval:
     def __post_init__(self) -> None:
         validation.not_negative(self, "n")
 
-    @property
-    def half_width(self) -> float:
-        """Half the interval's relative width: sqrt(high / low) - 1 for ratios."""
-        return math.sqrt(self.high / self.low) - 1 if self.low > 0 and self.high < math.inf else math.inf
-
 
 def ratio_interval(ratios: Sequence[float]) -> Interval:
     """Return `exp(m +- t(n-1, .975) * s / sqrt(n))` on log ratios."""

@@ -56,7 +56,6 @@ def test_its_downside_is_that_yesterday_repeats_and_the_worst_within_the_range()
     assert naive.start_now_g == pytest.approx(400)
     assert worst.grams == pytest.approx(0.05 * 100 + 300 + pause_kwh * 300 + 300)  # the first hour is as low as may be
     assert worst.start_now_g == pytest.approx(100 + 300)  # the second hour is one for both
-    assert found.downside_g == pytest.approx(worst.extra_g)
     assert "447 g, 46.7 g more than starting now" in found.describe()
     without = when_to_train(trace([300, 100, 300, 100]), job, NOW, NOW + 4 * HOUR)
     assert [each.hours for each in without.downsides] == [worst.hours]
@@ -80,7 +79,7 @@ def test_a_flat_forecast_is_start_now(forecast, pause):
     found = when_to_train(forecast, TrainingJob(5 * HOUR, 300, pause=pause), NOW + 60, NOW + 20 * HOUR)
     assert found.is_start_now
     assert found.stretches == (TrainingPeriod(NOW + 60, NOW + 60 + 5 * HOUR),)
-    assert (found.saved_g, found.saved_share, found.downside_g, found.downsides) == (0, 0, 0, ())
+    assert (found.saved_g, found.saved_share, found.downsides) == (0, 0, ())
     assert found.code == "carbon.no_saving"
     assert "1%" in found.describe()
     assert "the best saves" not in found.reason
@@ -131,7 +130,7 @@ def test_time_zones_changed_clocks_and_shorter_steps_say_the_same(zone, day, par
 def test_without_a_forecast_it_starts_now_and_says_why():
     found = when_to_train(None, TrainingJob(HOUR, 1000), NOW, NOW + DAY, unknown="the service answered 429")
     assert found.is_start_now
-    assert (found.kind, found.grams, found.saved_g, found.saved_share, found.downside_g) == (None, None, None, None, 0)
+    assert (found.kind, found.grams, found.saved_g, found.saved_share) == (None, None, None, None)
     assert found.code == "carbon.no_forecast"
     assert found.describe() == "start now: the service answered 429"
 
@@ -365,7 +364,6 @@ def test_whatever_the_forecast_it_keeps_its_word(levels, step_s, offset, work_s,
     assert math.fsum(end - begin for begin, end in found.stretches) == pytest.approx(work_s, abs=1e-5)
     assert found.reason
     if found.is_start_now:
-        assert found.downside_g == 0
         return
     assert found.stretches[-1].end_s <= min(deadline_s, forecast.until_s)
     for before, after in itertools.pairwise(found.stretches):

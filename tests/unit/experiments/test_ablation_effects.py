@@ -199,7 +199,8 @@ def test_two_by_two_it_is_said_which_pair_acts_together():
 def test_an_interaction_within_the_controls_own_is_not_told_from_noise():
     pair = frozenset({"precision", "recompute"})
     clear, blurred = (evidence(speed((pair, 0.1)), noise=noise) for noise in (0.005, 0.15))
-    assert clear.interaction_control.half_width < 0.02 < blurred.interaction_control.half_width
+    widths = [each.interaction_control.high / each.interaction_control.low for each in (clear, blurred)]
+    assert widths[0] < 1.02**2 < widths[1]
     assert found(clear)["precision", INTERACTION, THROUGHPUT].verdict.kind == "more together"
     assert found(blurred)["precision", INTERACTION, THROUGHPUT].verdict.kind == "none found"
 

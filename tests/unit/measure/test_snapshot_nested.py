@@ -7,6 +7,7 @@ from collections import Counter, OrderedDict, defaultdict, deque
 
 import pytest
 import torch
+from state_digest import fingerprint
 from torch import nn
 
 import trimtab
@@ -14,7 +15,6 @@ from trimtab.measure import machine
 from trimtab.profiling import trials
 from trimtab.state.loop_state import LoopState
 from trimtab.state.object_snapshots import reachable
-from trimtab.state.state_digest import fingerprint
 
 ROWS = 6
 

@@ -6,13 +6,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from state_digest import fingerprint
 from torch import nn
 
 from trimtab.state import loop_state as module
 from trimtab.state.loop_state import LoopState
 from trimtab.state.peak_memory import forget_peak
 from trimtab.state.process_state import ProcessState
-from trimtab.state.state_digest import fingerprint
 
 GIB = 2**30
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from raising import raises
+from state_digest import fingerprint
 from torch import nn
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
@@ -17,7 +18,6 @@ from trimtab.core.plan import Plan
 from trimtab.distributed import backend_selection
 from trimtab.profiling.gradient_equivalence import require_own_forward
 from trimtab.profiling.training_loop import TrainingLoop
-from trimtab.state.state_digest import fingerprint
 
 BATCH = (torch.randn(4, 3),)
 

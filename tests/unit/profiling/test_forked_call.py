@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
+from state_digest import fingerprint
 from torch import nn
 
 import trimtab
@@ -17,7 +18,6 @@ from trimtab.core.profile import Candidate
 from trimtab.profiling import smoke_test
 from trimtab.profiling.smoke_test import DONE, LATE, RAISED, can_fork, end_of
 from trimtab.profiling.training_loop import TrainingLoop
-from trimtab.state.state_digest import fingerprint
 
 pytestmark = pytest.mark.skipif(not can_fork(), reason="a process cannot be split off here")
 

@@ -9,6 +9,7 @@ import numpy
 import pytest
 import torch
 from call_counts import OutOfReach
+from state_digest import fingerprint
 from torch import nn
 from torch.nn.utils.parametrizations import spectral_norm
 
@@ -17,7 +18,6 @@ from trimtab.core.errors import InfeasibleError
 from trimtab.measure import machine
 from trimtab.profiling import trials
 from trimtab.state.loop_state import LoopState
-from trimtab.state.state_digest import fingerprint
 
 ROWS = 6
 

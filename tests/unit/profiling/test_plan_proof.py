@@ -10,6 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 from call_counts import OutOfReach
+from state_digest import fingerprint
 from torch import nn
 from torch.nn import functional as F
 
@@ -24,7 +25,6 @@ from trimtab.profiling.training_loop import TrainingLoop
 from trimtab.settings import optimizers
 from trimtab.state.loop_state import LoopState
 from trimtab.state.peak_memory import peak_growth
-from trimtab.state.state_digest import fingerprint
 from trimtab.training import accumulation, run
 
 ROWS, WORDS = 8, 29

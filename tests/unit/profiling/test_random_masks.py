@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from state_digest import fingerprint
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -12,7 +13,6 @@ from trimtab.core.profile import Candidate
 from trimtab.profiling.gradient_equivalence import check_splitting
 from trimtab.profiling.plan_proof import prove
 from trimtab.profiling.training_loop import TrainingLoop
-from trimtab.state.state_digest import fingerprint
 
 ROWS, WIDTH = 16, 8
 

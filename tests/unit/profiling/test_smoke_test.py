@@ -7,13 +7,13 @@ from dataclasses import replace
 import pytest
 import torch
 from call_counts import OutOfReach
+from state_digest import fingerprint
 from torch import nn
 
 from trimtab.core.profile import Candidate
 from trimtab.planner.search import SearchPhase
 from trimtab.profiling import smoke_test, trials
 from trimtab.profiling.training_loop import TrainingLoop
-from trimtab.state.state_digest import fingerprint
 
 ROWS = 128
 FP32 = Candidate("fp32", "keep", False, ROWS)

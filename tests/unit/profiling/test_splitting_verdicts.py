@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from call_counts import OutOfReach
+from state_digest import fingerprint
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils.parametrizations import spectral_norm
@@ -20,7 +21,6 @@ from trimtab.profiling.gradient_equivalence import TOLERANCE, check_splitting
 from trimtab.profiling.training_loop import TrainingLoop
 from trimtab.state.loop_state import LoopState
 from trimtab.state.peak_memory import peak_growth
-from trimtab.state.state_digest import fingerprint
 
 ROWS = 16
 

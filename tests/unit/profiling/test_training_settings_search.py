@@ -12,6 +12,7 @@ import torch
 from call_counts import OutOfReach
 from raising import raises
 from rank_cases import Tokens
+from state_digest import fingerprint
 from torch import nn
 
 import trimtab
@@ -29,7 +30,6 @@ from trimtab.planner.tuned_plan import (
 from trimtab.profiling import training_settings_search
 from trimtab.profiling.training_loop import TrainingLoop
 from trimtab.profiling.training_settings_search import range_test, short_race
-from trimtab.state.state_digest import fingerprint
 
 ROWS = 4
 STANDS, MUON = Plan.fixed(ROWS), Plan.fixed(ROWS, optimizer="muon")

@@ -9,6 +9,7 @@ import pytest
 import torch
 from raising import raises
 from rank_cases import Tokens
+from state_digest import fingerprint
 from torch import nn
 from torch.optim.lr_scheduler import ExponentialLR
 
@@ -16,7 +17,6 @@ import trimtab
 from trimtab.core.errors import FormatError, ModelError, OptimizerError, ValueGivenError
 from trimtab.core.plan import Plan
 from trimtab.settings.muon import MOMENTUM, hidden_matrices, use_muon
-from trimtab.state.state_digest import fingerprint
 
 ROWS = 4
 MUON = Plan.fixed(ROWS, optimizer="muon")

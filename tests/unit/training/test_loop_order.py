@@ -10,13 +10,13 @@ import torch
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
 from raising import raises
+from state_digest import fingerprint
 from torch import nn
 
 import trimtab
 from trimtab.core.errors import LoopError, LossError
 from trimtab.core.plan import Plan
 from trimtab.losses import Summed
-from trimtab.state.state_digest import fingerprint
 from trimtab.training.window import ForwardRecorder
 
 ROWS, MICRO = 5, 2  # three micro-batches

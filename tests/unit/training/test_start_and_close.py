@@ -10,6 +10,7 @@ import weakref
 import pytest
 import torch
 from raising import raises
+from state_digest import fingerprint
 from torch import nn
 
 import trimtab
@@ -18,7 +19,6 @@ from trimtab.core.plan import Plan
 from trimtab.settings import optimizers
 from trimtab.state import process_state
 from trimtab.state.process_state import ProcessState
-from trimtab.state.state_digest import fingerprint
 
 ROWS = 4
 RETAIN = {"allocator": "retain"} if process_state.can_retain() else {}

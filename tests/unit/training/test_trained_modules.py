@@ -6,6 +6,7 @@ import functools
 
 import pytest
 import torch
+from state_digest import fingerprint
 from torch import nn
 from torch.nn import functional as F
 
@@ -17,7 +18,6 @@ from trimtab.profiling.gradient_equivalence import check_splitting
 from trimtab.profiling.training_loop import TrainingLoop
 from trimtab.profiling.training_settings_search import range_test
 from trimtab.settings.optimizers import with_auxiliary_modules
-from trimtab.state.state_digest import fingerprint
 
 ROWS = 8
 

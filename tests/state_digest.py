@@ -1,4 +1,4 @@
-"""Digest of a model, its optimizer and the process, to verify that a trial changed nothing."""
+"""Digest of a model, its optimizer and the process: equal before and after what must change nothing."""
 
 from __future__ import annotations
 
