@@ -11,9 +11,9 @@ import functools
 from benchmarks.paper.cifar10 import BATCH_SIZE, example, load_cifar10
 from benchmarks.paper.hand_tuned import strong_resnet50
 from benchmarks.paper.recipes.paper import PaperLoop
+from benchmarks.paper.resnet50 import resnet50
 from trimtab.tasks.hand_tuned import FP32_REFERENCE, plain_adamw
 from trimtab.tasks.image_classification import ACCURACY, mean_cross_entropy
-from trimtab.tasks.models.resnet import resnet50
 from trimtab.tasks.task import Task
 
 EVALUATED_IMAGES = 10_000  # the whole test set

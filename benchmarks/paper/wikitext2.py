@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import hashlib
+import math
+from collections.abc import Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from benchmarks.paper.bpe import wikitext2_tokens
 from benchmarks.paper.datasets import BpeFiles, Texts, gpt2_bpe, wikitext2
-from trimtab.tasks.language_modelling import evenly_spaced, windows
-from trimtab.tasks.task import DataSource, TaskData
+from trimtab.tasks.language_modelling import evenly_spaced, mean_loss, windows
+from trimtab.tasks.task import Batch, DataSource, Metric, TaskData
 
 
 def load_wikitext2(context: int, judged_samples: int | None, judged_batch: int) -> TaskData:
@@ -42,3 +44,12 @@ def _source(texts: Texts, files: BpeFiles) -> DataSource:
     origins = dict.fromkeys((texts.source.origin, files.source.origin))
     both = hashlib.sha256((texts.source.sha256 + files.source.sha256).encode()).hexdigest()
     return DataSource("WikiText-2 (word-level version), GPT-2 BPE", " and ".join(origins), both)
+
+
+def perplexity(model: nn.Module, batches: Sequence[Batch]) -> float:
+    """Return `exp(loss in nats per token)`, infinity on overflow."""
+    loss = mean_loss(model, batches)
+    return math.inf if loss > 700 else math.exp(loss)
+
+
+PERPLEXITY = Metric("perplexity", higher_is_better=False, evaluate=perplexity)

@@ -11,9 +11,9 @@ import functools
 from benchmarks.paper.bpe import VOCAB_SIZE
 from benchmarks.paper.hand_tuned import muon_gpt, strong_gpt2
 from benchmarks.paper.recipes.paper import PaperLoop
-from benchmarks.paper.wikitext2 import example, load_wikitext2
+from benchmarks.paper.wikitext2 import PERPLEXITY, example, load_wikitext2
 from trimtab.tasks.hand_tuned import FP32_REFERENCE, plain_adamw
-from trimtab.tasks.language_modelling import PERPLEXITY, next_token_loss
+from trimtab.tasks.language_modelling import next_token_loss
 from trimtab.tasks.models.gpt import GPT, GPTShape
 from trimtab.tasks.task import Task
 

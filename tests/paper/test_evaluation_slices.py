@@ -25,6 +25,7 @@ from torch.nn import functional as F
 from benchmarks.paper import results
 from benchmarks.paper.findings import of_comparison
 from benchmarks.paper.judge import judge_goals
+from benchmarks.paper.resnet50 import bottleneck_resnet
 from benchmarks.paper.tasks import load_task
 from trimtab.api import start
 from trimtab.cli.main import app
@@ -39,7 +40,6 @@ from trimtab.losses import Summed
 from trimtab.measure.blocks import find_blocks
 from trimtab.planner.multi_rank_plan import for_replicas
 from trimtab.tasks.models.gpt import GPT, GPTShape
-from trimtab.tasks.models.resnet import Bottleneck, ResNet
 from trimtab.training.split_conditions import has_batch_statistics
 
 ROOT = Path(__file__).parents[2]
@@ -489,7 +489,7 @@ def test_each_block_of_a_plan_at_the_papers_size_is_run_twice(kind):
         model = GPT(GPTShape(vocab_size=16, context=8, num_layers=12, num_heads=2, width=8))
         loss_fn, batch = (lambda model, batch: Summed(*model(*batch))), (tokens, tokens)
     else:
-        model = ResNet(width=4, depths=(3, 4, 6, 3), num_classes=4, block=Bottleneck)
+        model = bottleneck_resnet("3x3", 4, (3, 4, 6, 3), 4)
         loss_fn, batch = (lambda model, batch: F.cross_entropy(model(batch[0]), batch[1])), (images, tokens[:, 0] % 4)
 
     seen = OutOfReach(calls=Counter())

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
+from benchmarks.paper.resnet50 import bottleneck_resnet, resnet50
 from benchmarks.paper.tasks import load_task
 from trimtab.core.errors import ValueGivenError
 from trimtab.losses import parts_of
 from trimtab.tasks.models.gpt import GPT, GPTShape
-from trimtab.tasks.models.resnet import Bottleneck, ResNet, resnet50
 from trimtab.tasks.task import Task
 
 EXPECTED = {
@@ -103,7 +103,7 @@ def plain_resnet(weights: dict[str, Tensor], images: Tensor, depths: tuple[int, 
 def test_a_resnet_of_bottlenecks_is_the_plain_reference(stem, training):
     torch.manual_seed(0)
     depths = (2, 1, 2, 1)
-    model = ResNet(width=4, depths=depths, num_classes=7, block=Bottleneck, stem=stem).double()
+    model = bottleneck_resnet(stem, 4, depths, 7).double()
     for name, value in model.state_dict().items():
         if name.rpartition(".")[2] in ("running_mean", "running_var", "bias"):
             value.uniform_(0.5, 1.5)

@@ -11,8 +11,9 @@ from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import ResNetConfig, ResNetForImageClassification
 
+from benchmarks.paper.resnet50 import bottleneck_resnet, resnet50
 from benchmarks.paper.tasks import load_task
-from trimtab.tasks.models.resnet import Bottleneck, ResNet, resnet50
+from trimtab.tasks.models.resnet import ResNet
 
 DEPTHS, WIDTH, CLASSES = (2, 1, 2, 1), 4, 7
 OURS = (  # a pattern of the library's names, and what the task's model has for it
@@ -52,7 +53,7 @@ def pair_of(stem: str) -> tuple[ResNet, ResNetForImageClassification]:
     for name, value in theirs.state_dict().items():
         if value.is_floating_point() and value.dim() == 1:
             value.uniform_(0.5, 1.5) if "running" in name or "weight" in name else value.normal_()
-    ours = ResNet(width=WIDTH, depths=DEPTHS, num_classes=CLASSES, block=Bottleneck, stem=stem).double()
+    ours = bottleneck_resnet(stem, WIDTH, DEPTHS, CLASSES).double()
     copied = {our_name(name): value for name, value in theirs.state_dict().items()}
     ours.load_state_dict(copied)  # strictly: every tensor of the one is one of the other
     return ours, theirs

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from trimtab.tasks.evaluation import evaluation_mode, on_device_of_model
-from trimtab.tasks.sample_draws import SampleDraws
 from trimtab.tasks.task import Batch, Metric
 
 
@@ -57,22 +56,3 @@ def normaliser(mean: Sequence[float], std: Sequence[float]) -> Callable[[Tensor]
         return images.float().mul_(its_scale).sub_(its_shift)
 
     return normalise
-
-
-def flip_and_crop(images: Tensor, draws: SampleDraws, *, padding: int = 4) -> Tensor:
-    """Return images (B, C, H, W) with random horizontal flips (probability 1/2) and random crops after zero padding.
-
-    The crops are gathered from a strided view of the padded images: 2 ms for 128 images of 32x32 pixels on two cores,
-    0.5% of a step of a small ResNet-18.
-
-    Args:
-        images: (B, C, H, W).
-        draws: Generator of random numbers for each sample.
-        padding: Zero padding on each side, and the largest shift, in pixels.
-    """
-    height, width = images.shape[2:]
-    padded = F.pad(images, (padding, padding, padding, padding))
-    windows = padded.unfold(2, height, 1).unfold(3, width, 1)  # (B, C, 2p+1, 2p+1, H, W), no copy
-    down, right, flip = draws.integers(2 * padding + 1), draws.integers(2 * padding + 1), draws.chance(0.5)
-    cropped = windows[torch.arange(len(images), device=images.device), :, down, right]  # (B, C, H, W)
-    return torch.where(flip[:, None, None, None], cropped.flip(3), cropped)

@@ -44,18 +44,11 @@ def mean_loss(model: nn.Module, batches: Sequence[Batch]) -> float:
     return loss / count
 
 
-def perplexity(model: nn.Module, batches: Sequence[Batch]) -> float:
-    """Return `exp(loss in nats per token)`, infinity on overflow."""
-    loss = mean_loss(model, batches)
-    return math.inf if loss > 700 else math.exp(loss)
-
-
 def bits_per_byte(model: nn.Module, batches: Sequence[Batch]) -> float:
     """Return `loss in nats per token / ln 2`, for models of bytes."""
     return mean_loss(model, batches) / math.log(2)
 
 
-PERPLEXITY = Metric("perplexity", higher_is_better=False, evaluate=perplexity)
 BITS_PER_BYTE = Metric("loss_bits_per_byte", higher_is_better=False, evaluate=bits_per_byte)
 
 

@@ -14,15 +14,15 @@ from raising import raises
 from torch import nn
 from torch.nn import functional as F
 
-from benchmarks.paper.cifar10 import augment, normalise
+from benchmarks.paper.cifar10 import augment, flip_and_crop, normalise
+from benchmarks.paper.wikitext2 import PERPLEXITY
 from trimtab.core.errors import ValueGivenError
 from trimtab.losses import parts_of
 from trimtab.nn import IGNORED
 from trimtab.tasks import hand_tuned, image_classification
-from trimtab.tasks.image_classification import ACCURACY, flip_and_crop, mean_cross_entropy
+from trimtab.tasks.image_classification import ACCURACY, mean_cross_entropy
 from trimtab.tasks.language_modelling import (
     BITS_PER_BYTE,
-    PERPLEXITY,
     evenly_spaced,
     mean_loss,
     next_token_loss,
