@@ -6,7 +6,7 @@ import itertools
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from simulated_machine import HEAD, MIB, Machine, measured
 
@@ -21,6 +21,7 @@ MEMORY = Objective(time=1, memory=1)
 factors = st.floats(0.5, 3.0)
 
 
+@settings(max_examples=30)
 @given(
     st.fixed_dictionaries({"bf16": factors, "channels_last": factors, "retain": st.just(1 / 0.7)}),
     factors,
@@ -166,6 +167,7 @@ def test_a_batch_that_is_free_holds_gradients_beside_a_forward():
     assert CostModel(freed).predict(REFERENCE).peak_bytes >= 900 * MIB
 
 
+@settings(max_examples=15)
 @given(st.floats(0.0, 0.5), st.sampled_from([True, False]))
 def test_smaller_slices_never_take_more_memory(split_s, traces):
     profile: Profile = measured(Machine(split_s=split_s, traces=traces), objective=MEMORY)

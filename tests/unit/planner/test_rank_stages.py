@@ -13,6 +13,7 @@ from trimtab.core.hardware import Link, LinkCalibration
 from trimtab.core.memory_model import PeakMemoryModel
 from trimtab.core.objective import Budget, Objective
 from trimtab.core.parallelism import StepShape
+from trimtab.core.profile import Profile
 from trimtab.distributed.deepspeed_backend import config_of
 from trimtab.planner import zero_stage
 from trimtab.planner.plan_choice import choose_each
@@ -33,6 +34,9 @@ HELD = {
 }
 
 
+PROFILES: dict[str, Profile] = {}  # measured once for all tests that ask for the same
+
+
 def calibration(bytes_per_s: float = 1e11) -> LinkCalibration:
     return LinkCalibration(Link("planted", 1e-6, bytes_per_s, "planted", calibrated=True))
 
@@ -45,9 +49,12 @@ def shape(plan) -> StepShape:
 def profile_of(
     *, memory: int | None = None, time: float | None = None, weight: float = 0.0, device=ACCELERATOR, **machine
 ):
-    budget = Budget(None if memory is None else memory * MIB, time)
-    made = Machine(**{"split_s": 0.2, **machine})
-    return measured(made, device=device, budget=budget, objective=Objective(1.0, weight), always=True)
+    budget, objective = Budget(None if memory is None else memory * MIB, time), Objective(1.0, weight)
+    key = repr((budget, objective, device, machine))
+    if key not in PROFILES:
+        made = Machine(**{"split_s": 0.2, **machine})
+        PROFILES[key] = measured(made, device=device, budget=budget, objective=objective, always=True)
+    return PROFILES[key]
 
 
 def traces_of(profile) -> tuple[RankPeakMemory, ...]:
