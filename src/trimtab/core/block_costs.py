@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from trimtab.core.errors import ValueGivenError
 
@@ -63,6 +63,9 @@ class BlockCost:
     cached_bytes: int = 0
     is_linked: bool = True
     part: ExpensivePart | None = None
+
+
+Cost = TypeVar("Cost", BlockCost, ExpensivePart)
 
 
 @dataclass(frozen=True)
@@ -145,31 +148,31 @@ class BlockChainModel:
 
         def timed(chain: BlockChain, rows: int) -> BlockChain:
             *stages, last = chain.stages
-            found = (replace(stage, forward_s=forward_s(index, rows)) for index, stage in enumerate(stages))
-            parted = (
-                stage
-                if stage.part is None
-                else replace(stage, part=replace(stage.part, recompute_s=part_s(index, rows)))
-                for index, stage in enumerate(found)
-            )
-            return replace(chain, stages=(*parted, last))
+            found = []
+            for index, stage in enumerate(stages):
+                part = stage.part and replace(stage.part, recompute_s=part_s(index, rows))
+                found.append(replace(stage, forward_s=forward_s(index, rows), part=part))
+            return replace(chain, stages=(*found, last))
 
         fewer, more = self.rows
         return replace(self, few=timed(self.few, fewer), many=timed(self.many, more))
 
     def _stage(self, few: BlockCost, many: BlockCost, rows: int) -> BlockCost:
-        sizes: dict[str, Any] = {name: self._bytes(getattr(few, name), getattr(many, name), rows) for name in _BYTES}
-        sizes["gradient_bytes"] = self._line(few.gradient_bytes, many.gradient_bytes, rows)
-        part = None
-        if few.part is not None and many.part is not None:
-            saved, backward, passing = (
-                self._bytes(getattr(few.part, name), getattr(many.part, name), rows)
-                for name in ("saved_bytes", "backward_bytes", "passing_bytes")
-            )
-            part = ExpensivePart(
-                saved, backward, self._seconds(few.part.recompute_s, many.part.recompute_s, rows), passing
-            )
-        return replace(many, forward_s=self._seconds(few.forward_s, many.forward_s, rows), part=part, **sizes)
+        part = few.part and many.part and self._interpolated(few.part, many.part, rows)
+        return replace(self._interpolated(few, many, rows), part=part)
+
+    def _interpolated(self, few: Cost, many: Cost, rows: int) -> Cost:
+        """Return the costs with all bytes and seconds on lines; none but gradients is below 0."""
+        found: dict[str, Any] = {}
+        for name in (each.name for each in fields(few)):
+            one, other = getattr(few, name), getattr(many, name)
+            if name.endswith("_s"):
+                found[name] = self._seconds(one, other, rows)
+            elif name == "gradient_bytes":
+                found[name] = self._line(one, other, rows)
+            elif name.endswith("_bytes"):
+                found[name] = self._bytes(one, other, rows)
+        return replace(many, **found)
 
     def _seconds(self, few: float, many: float, rows: int) -> float:
         fewer, more = self.rows
@@ -181,6 +184,3 @@ class BlockChainModel:
     def _line(self, few: int, many: int, rows: int) -> int:
         fewer, more = self.rows
         return math.ceil(few + (many - few) * (rows - fewer) / (more - fewer))
-
-
-_BYTES = tuple(each.name for each in fields(BlockCost) if each.name.endswith("_bytes"))

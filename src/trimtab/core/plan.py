@@ -87,29 +87,6 @@ def _unchanged(value: Scalar, effect: Effect) -> Choice:
     return Choice(value, "unchanged", effect, code=UNCHANGED)
 
 
-KEEP_PRECISION = _unchanged("fp32", Effect.ROUNDING)
-KEEP_LAYOUT = _unchanged("keep", Effect.ROUNDING)
-KEEP_ALLOCATOR = _unchanged("keep", Effect.BITWISE)
-KEEP_FUSED = _unchanged(False, Effect.ROUNDING)
-KEEP_LOSS_CHUNK = _unchanged(None, Effect.ROUNDING)
-KEEP_RECOMPUTE = _unchanged(None, Effect.BITWISE)
-KEEP_COMPILED = _unchanged(False, Effect.ROUNDING)
-KEEP_ENGINE = _unchanged("torch", Effect.ROUNDING)
-KEEP_ZERO = _unchanged(None, Effect.ROUNDING)
-KEEP_REDUCE = _unchanged("fp32", Effect.ROUNDING)
-KEEP_BUCKET = _unchanged(None, Effect.ROUNDING)
-KEEP_REDUCES_ONCE = _unchanged(True, Effect.ROUNDING)
-KEEP_POWERSGD = _unchanged(None, Effect.TRAINING)
-KEEP_DROPOUT = _unchanged(None, Effect.TRAINING)
-KEEP_WEIGHT_DECAY = _unchanged(None, Effect.TRAINING)
-KEEP_OPTIMIZER = _unchanged("user", Effect.TRAINING)
-KEEP_SCHEDULE = _unchanged("user", Effect.TRAINING)
-KEEP_WARMUP = Choice(None, "5% of the run, as in the paper", Effect.TRAINING, code=UNCHANGED)
-KEEP_LEARNING_RATE = _unchanged(1.0, Effect.TRAINING)
-KEEP_BATCH = _unchanged("user", Effect.TRAINING)
-KEEP_CLIP = _unchanged(None, Effect.TRAINING)
-
-
 @dataclass(frozen=True)
 class Plan:
     """All settings that `start` applies, with the measurements behind them.
@@ -172,27 +149,27 @@ class Plan:
 
     batch_size: int
     micro_batch: Choice
-    precision: Choice = KEEP_PRECISION
-    memory_layout: Choice = KEEP_LAYOUT
-    allocator: Choice = KEEP_ALLOCATOR
-    fused_optimizer: Choice = KEEP_FUSED
-    loss_chunk: Choice = KEEP_LOSS_CHUNK
-    recompute: Choice = KEEP_RECOMPUTE
-    compiled: Choice = KEEP_COMPILED
-    zero_stage: Choice = KEEP_ZERO
-    engine: Choice = KEEP_ENGINE
-    reduce_dtype: Choice = KEEP_REDUCE
-    bucket_bytes: Choice = KEEP_BUCKET
-    reduces_once: Choice = KEEP_REDUCES_ONCE
-    powersgd_rank: Choice = KEEP_POWERSGD
-    dropout: Choice = KEEP_DROPOUT
-    weight_decay: Choice = KEEP_WEIGHT_DECAY
-    optimizer: Choice = KEEP_OPTIMIZER
-    schedule: Choice = KEEP_SCHEDULE
-    warmup_fraction: Choice = KEEP_WARMUP
-    learning_rate_scale: Choice = KEEP_LEARNING_RATE
-    batch_policy: Choice = KEEP_BATCH
-    clip_norm: Choice = KEEP_CLIP
+    precision: Choice = _unchanged("fp32", Effect.ROUNDING)
+    memory_layout: Choice = _unchanged("keep", Effect.ROUNDING)
+    allocator: Choice = _unchanged("keep", Effect.BITWISE)
+    fused_optimizer: Choice = _unchanged(False, Effect.ROUNDING)
+    loss_chunk: Choice = _unchanged(None, Effect.ROUNDING)
+    recompute: Choice = _unchanged(None, Effect.BITWISE)
+    compiled: Choice = _unchanged(False, Effect.ROUNDING)
+    zero_stage: Choice = _unchanged(None, Effect.ROUNDING)
+    engine: Choice = _unchanged("torch", Effect.ROUNDING)
+    reduce_dtype: Choice = _unchanged("fp32", Effect.ROUNDING)
+    bucket_bytes: Choice = _unchanged(None, Effect.ROUNDING)
+    reduces_once: Choice = _unchanged(True, Effect.ROUNDING)
+    powersgd_rank: Choice = _unchanged(None, Effect.TRAINING)
+    dropout: Choice = _unchanged(None, Effect.TRAINING)
+    weight_decay: Choice = _unchanged(None, Effect.TRAINING)
+    optimizer: Choice = _unchanged("user", Effect.TRAINING)
+    schedule: Choice = _unchanged("user", Effect.TRAINING)
+    warmup_fraction: Choice = Choice(None, "5% of the run, as in the paper", Effect.TRAINING, code=UNCHANGED)
+    learning_rate_scale: Choice = _unchanged(1.0, Effect.TRAINING)
+    batch_policy: Choice = _unchanged("user", Effect.TRAINING)
+    clip_norm: Choice = _unchanged(None, Effect.TRAINING)
     num_ranks: int = 1
     batch_rule: BatchRule | None = None
     recompute_blocks: tuple[str, ...] = ()
@@ -308,7 +285,7 @@ class Plan:
 
     def recomputing(self, schedule: str, blocks: tuple[str, ...], reason: str) -> Plan:
         """Return the plan with activation checkpointing of some blocks."""
-        choice = Choice(schedule, reason, KEEP_RECOMPUTE.effect, changed=True)
+        choice = Choice(schedule, reason, Plan.recompute.effect, changed=True)
         return replace(self, recompute=choice, recompute_blocks=blocks)
 
     @classmethod

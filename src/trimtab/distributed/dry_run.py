@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trimtab.core.errors import RankError
-from trimtab.core.plan import KEEP_BATCH, KEEP_LEARNING_RATE, KEEP_SCHEDULE, KEEP_WARMUP, Plan
+from trimtab.core.plan import Plan
 from trimtab.core.progress import silent
 from trimtab.distributed.backend_selection import backend_of
 from trimtab.distributed.host_gather import RankExchange
@@ -74,10 +74,10 @@ def dry_run_of(
     plan = replace(
         plan,
         batch_rule=None,
-        warmup_fraction=KEEP_WARMUP,
-        schedule=KEEP_SCHEDULE,
-        learning_rate_scale=KEEP_LEARNING_RATE,
-        batch_policy=KEEP_BATCH,
+        warmup_fraction=Plan.warmup_fraction,
+        schedule=Plan.schedule,
+        learning_rate_scale=Plan.learning_rate_scale,
+        batch_policy=Plan.batch_policy,
     )
     clip = None if plan.clip_norm.value is not None else clip_norm
     backend: Backend | None = backend_of(model, plan, {"clip_norm": clip})

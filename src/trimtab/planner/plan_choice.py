@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from trimtab.core.choice import Note
 from trimtab.core.errors import InfeasibleError, ValueGivenError
 from trimtab.core.objective import Budget, Objective
-from trimtab.core.plan import KEEP_CLIP, Choice, FrontPoint, MeasuredCost, Plan
+from trimtab.core.plan import Choice, FrontPoint, MeasuredCost, Plan
 from trimtab.core.profile import Candidate, Profile, is_final
 from trimtab.core.units import format_bytes, format_joules, format_seconds
 from trimtab.planner import explain, search_space, selection
@@ -108,7 +108,7 @@ def _plan(
         loss_chunk=choice("loss_chunk"),
         recompute=choice("recompute"),
         compiled=choice("compiled"),
-        clip_norm=replace(KEEP_CLIP, value=profile.reference.clip_norm),
+        clip_norm=replace(Plan.clip_norm, value=profile.reference.clip_norm),
         recompute_blocks=_blocks_of(profile, winner),
         check=profile.check,
         proof=profile.proof_of(winner),

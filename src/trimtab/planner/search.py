@@ -333,14 +333,6 @@ def _fastest(profile: Profile) -> Candidate:
     return model.modes[0] if fastest < WORTH_A_RUN * first else tried[0]
 
 
-def _recorded(profile: Profile, budget: Budget) -> tuple[Candidate, ...]:
-    return compile_policy.graph_candidates(profile, _fastest(profile))
-
-
-def _compiled(profile: Profile, budget: Budget) -> tuple[Candidate, ...]:
-    return compile_policy.compile_candidates(profile, _fastest(profile))
-
-
 def compiling_refusal(profile: Profile) -> Note | None:
     """Return the reason not to try compilation, or None."""
     return compile_policy.compiling_refusal(profile, _fastest(profile))
@@ -393,6 +385,6 @@ _CANDIDATES: dict[str, Callable[[Profile, Budget], tuple[Candidate, ...]]] = {
     "optimizer": _optimizer,
     "head": _head,
     "sizes": _sizes,
-    "graphs": _recorded,
-    "compile": _compiled,
+    "graphs": lambda profile, _: compile_policy.graph_candidates(profile, _fastest(profile)),
+    "compile": lambda profile, _: compile_policy.compile_candidates(profile, _fastest(profile)),
 }

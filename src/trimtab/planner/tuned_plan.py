@@ -11,16 +11,7 @@ from typing import Any
 
 from trimtab.core.batch_rule import WARMUP_FRACTION
 from trimtab.core.objective import Budget
-from trimtab.core.plan import (
-    KEEP_BATCH,
-    KEEP_LEARNING_RATE,
-    KEEP_OPTIMIZER,
-    KEEP_WARMUP,
-    Choice,
-    Effect,
-    Plan,
-    Rejected,
-)
+from trimtab.core.plan import Choice, Effect, Plan, Rejected
 from trimtab.planner.statistics import Interval, is_gain, ratio_interval, resolution
 from trimtab.planner.trial_statistics import over_budget
 
@@ -325,11 +316,11 @@ def tried_settings(plan: Plan) -> tuple[str, ...]:
     """Return the training settings that were tried, kept or not, by their names in `adapt`."""
     shapes = {plan.schedule.value, *(loser.value for loser in plan.schedule.rejected)}
     found = {
-        "learning_rate": plan.learning_rate_scale != KEEP_LEARNING_RATE,
+        "learning_rate": plan.learning_rate_scale != Plan.learning_rate_scale,
         "schedule": "warmup_linear" in shapes,
-        "optimizer": plan.optimizer != KEEP_OPTIMIZER,
+        "optimizer": plan.optimizer != Plan.optimizer,
         "dropout": bool(plan.dropout.rejected),  # the reason may also state why no comparison was run
-        "batch": plan.batch_policy != KEEP_BATCH,
+        "batch": plan.batch_policy != Plan.batch_policy,
     }
     return tuple(name for name, was in found.items() if was)
 
@@ -378,7 +369,7 @@ def _rise(rising_steps: int | None, run_steps: int | None) -> Choice:
     """Return the warm-up fraction: no shorter than the range test's rise, as transients last a number of steps."""
     share, bound = float(f"{(rising_steps or 0) / (run_steps or 1):.2g}"), ""
     if run_steps is None or share <= WARMUP_FRACTION:
-        return KEEP_WARMUP
+        return Plan.warmup_fraction
     if share > _LONGEST_RISE:
         share, bound = _LONGEST_RISE, f", limited to {100 * _LONGEST_RISE:.0f}% of the run"
     reason = f"as long as the rise to the lowest loss in the range test: {rising_steps} of {run_steps} steps{bound}"

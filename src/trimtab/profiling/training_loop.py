@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from trimtab.core.errors import LossError, ModelError, ValueGivenError
-from trimtab.core.plan import KEEP_CLIP, Choice, Effect, Plan
+from trimtab.core.plan import Choice, Effect, Plan
 from trimtab.core.profile import Candidate
 from trimtab.losses import Count, as_loss
 from trimtab.measure.block_graph import BlockGraph, blocks_of
@@ -135,7 +135,7 @@ class TrainingLoop:
         )
         if candidate.recompute is not None:
             plan = plan.recomputing(candidate.recompute, self.blocks.names, "on trial")
-        clip = KEEP_CLIP if self.clip_norm is None else Choice(self.clip_norm, "the reference", Effect.TRAINING)
+        clip = Plan.clip_norm if self.clip_norm is None else Choice(self.clip_norm, "the reference", Effect.TRAINING)
         return Run(
             self.model,
             self.optimizer,

@@ -17,7 +17,7 @@ from trimtab.core import validation
 from trimtab.core.batch_rule import BatchRule
 from trimtab.core.errors import ValueGivenError
 from trimtab.core.objective import Budget
-from trimtab.core.plan import KEEP_DROPOUT, KEEP_OPTIMIZER, KEEP_SCHEDULE, Plan
+from trimtab.core.plan import Plan
 from trimtab.losses import parts_of
 from trimtab.measure.timing import synchronize
 from trimtab.planner.tuned_plan import (
@@ -265,9 +265,9 @@ RACED = frozenset({"optimizer", "schedule", "dropout"})
 TRAINED = RACED | {"learning_rate"}
 # Optimizers that normalise the gradient by its magnitude, from the first step on.
 _SCALE_FREE = (torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.Adamax)
-_MUON = replace(KEEP_OPTIMIZER, value="muon", reason="raced", changed=True)
-_NONE_DROPPED = replace(KEEP_DROPOUT, value=0.0, reason="raced", changed=True)
-_LINEAR = replace(KEEP_SCHEDULE, value="warmup_linear", reason="raced", changed=True)
+_MUON = replace(Plan.optimizer, value="muon", reason="raced", changed=True)
+_NONE_DROPPED = replace(Plan.dropout, value=0.0, reason="raced", changed=True)
+_LINEAR = replace(Plan.schedule, value="warmup_linear", reason="raced", changed=True)
 
 Say = Callable[[str], None]
 
@@ -456,7 +456,7 @@ def _dropout_raced(
 ) -> Plan:
     """Return the plan without dropout if paired runs reach the same loss on unseen batches sooner, else unchanged."""
     if why := _not_raced(subject, data, passes):
-        return replace(stands, dropout=replace(KEEP_DROPOUT, reason=why))
+        return replace(stands, dropout=replace(Plan.dropout, reason=why))
     begin = time.perf_counter()
     rival = replace(stands, dropout=_NONE_DROPPED)
     pairs = short_race(subject, stands, rival, data, progress, by_unseen=True)

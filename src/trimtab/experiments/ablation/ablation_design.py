@@ -11,7 +11,7 @@ from typing import Any
 from trimtab.core.choice import Choice
 from trimtab.core.errors import TrimtabError
 from trimtab.core.objective import Reference
-from trimtab.core.plan import KEEP_PRECISION, Plan, Scalar
+from trimtab.core.plan import Plan, Scalar
 
 # Names of the arms: the user's loop, trimtab's loop without changes, the whole plan, and repetitions as A/A controls.
 REFERENCE, UNCHANGED, PLAN = "reference", "unchanged", "plan"
@@ -38,7 +38,7 @@ def with_only(plan: Plan, kept: Collection[str], reference: Reference) -> Plan:
     """
     loop = _loop_values(plan, reference)
     values: dict[str, Any] = {
-        name: replace(KEEP_PRECISION, value=value, effect=Plan.effects()[name])
+        name: replace(Plan.precision, value=value, effect=Plan.effects()[name])
         for name, value in loop.items()
         if _BELONGS.get(name, name) not in kept and getattr(plan, name).value != value
     }
