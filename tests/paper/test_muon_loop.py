@@ -14,11 +14,11 @@ from benchmarks.paper.hand_tuned import MUON_RATE, muon_gpt
 from trimtab.core.batch_rule import warmup_cosine, warmup_linear
 from trimtab.core.errors import ValueGivenError
 from trimtab.core.plan import Plan
-from trimtab.experiments.baselines.muon import MuonLoop
 from trimtab.experiments.baselines.strong import StrongLoop, factor_at
 from trimtab.experiments.paired_runs.plan_loops import TunedRecipePlanLoop
 from trimtab.tasks import StrongRecipe
 
+MuonLoop = functools.partial(StrongLoop, field="muon")
 STRONG = StrongRecipe(sgd(), "fp32", channels_last=False, budget_samples=800)
 
 

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import sys
 import time
 
@@ -14,7 +15,6 @@ import torch
 from benchmarks.paper.recipes.paper import PaperLoop
 from benchmarks.paper.tasks import load_task
 from trimtab.experiments.baselines.loop import MakeLoop
-from trimtab.experiments.baselines.muon import MuonLoop
 from trimtab.experiments.baselines.reference import ReferenceLoop
 from trimtab.experiments.baselines.strict import StrictLoop
 from trimtab.experiments.baselines.strong import StrongLoop
@@ -26,7 +26,7 @@ RECIPES: dict[str, MakeLoop] = {
     "strict": StrictLoop,
     "paper": PaperLoop,
     "strong": StrongLoop,
-    "muon": MuonLoop,
+    "muon": functools.partial(StrongLoop, field="muon"),
 }
 
 

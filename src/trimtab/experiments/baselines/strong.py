@@ -1,9 +1,10 @@
-"""P2, the hand-tuned recipe for the same model, as defined by the task.
+"""P2 and P3, the hand-tuned recipes for the same model, as defined by the task.
 
 Fast precision, channels-last memory format, fused optimizer, warm-up and decay to 1% of the peak rate. If the task
 overfits, also more dropout or label smoothing. The peak rate is the best of a sweep, not significantly worse than the
 best, or published and not swept (see `tasks/peers.py`). The loop is not compiled, because the benefit of compilation
-must be measured; a plan made for this recipe does so.
+must be measured; a plan made for this recipe does so. P3 differs from P2 by its optimizer: Muon for the matrices of the
+blocks.
 """
 
 from __future__ import annotations
@@ -23,18 +24,21 @@ FINAL_FRACTION = 0.01  # learning rate at the end, as a fraction of the peak
 
 
 class StrongLoop:
-    """Training loop of the task's hand-tuned recipe.
+    """Training loop of a hand-tuned recipe of the task.
+
+    Args:
+        task: Task with the recipe.
+        device: Device to train on.
+        field: Field of the task with the recipe: "strong" or "muon".
 
     Raises:
         ValueGivenError: The task has no recipe in this field.
     """
 
-    field = "strong"
-
-    def __init__(self, task: Task, device: torch.device) -> None:
-        if self.field not in task.recipes:
-            raise ValueGivenError(f"task.{self.field}", got="nothing", expected="a StrongRecipe")
-        self.recipe = recipe = task.recipes[self.field]
+    def __init__(self, task: Task, device: torch.device, *, field: str = "strong") -> None:
+        if field not in task.recipes:
+            raise ValueGivenError(f"task.{field}", got="nothing", expected="a StrongRecipe")
+        self.recipe = recipe = task.recipes[field]
         self.precision = recipe.precision
         self._task, self._device = task, device
         self.loss_fn: LossFn = recipe.loss_fn or task.loss_fn

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from functools import partial
 
 from trimtab.core.errors import ValueGivenError
 from trimtab.experiments.baselines.loop import MakeLoop
-from trimtab.experiments.baselines.muon import MuonLoop
 from trimtab.experiments.baselines.strong import StrongLoop
 from trimtab.tasks.task import RECIPES, Task
 
-HAND_TUNED: Mapping[str, MakeLoop] = {loop.field: loop for loop in (StrongLoop, MuonLoop)}
+HAND_TUNED: Mapping[str, MakeLoop] = {field: partial(StrongLoop, field=field) for field in RECIPES}
 
 
 def peers_of(task: Task) -> tuple[str, ...]:
