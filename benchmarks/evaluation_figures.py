@@ -30,8 +30,7 @@ from trimtab.experiments.comparison.gain_rows import phase_object
 from trimtab.experiments.phase_result import FILE as PHASES
 from trimtab.experiments.phase_result import PhaseResult
 from trimtab.experiments.results import read_result
-from trimtab.experiments.scaling.scaling_result import Scaling
-from trimtab.experiments.scaling.scaling_table import tables
+from trimtab.experiments.scaling.scaling_result import Scaling, tables
 from trimtab.planner.statistics import MIN_PAIRS_FOR_VERDICT
 
 Row = dict[str, Any]

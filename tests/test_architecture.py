@@ -89,11 +89,6 @@ ONLY = {
         "trimtab.experiments.comparison.comparison_result",
     },
     "trimtab.experiments.scaling.scaling_result": {"trimtab.core", "trimtab.planner.statistics"},
-    "trimtab.experiments.scaling.scaling_table": {
-        "trimtab.core",
-        "trimtab.planner.statistics",
-        "trimtab.experiments.scaling.scaling_result",
-    },
     "trimtab.experiments.comparison.training_thirds": {
         "trimtab.core",
         "trimtab.planner.statistics",
@@ -108,7 +103,6 @@ ONLY = {
         "trimtab.experiments.comparison.arms",
         "trimtab.experiments.comparison.comparison_result",
         "trimtab.experiments.scaling.scaling_result",
-        "trimtab.experiments.scaling.scaling_table",
         "trimtab.experiments.comparison.comparison_statistics",
         "trimtab.experiments.report",
     },
@@ -135,7 +129,6 @@ READERS = (
     "report",
     "results",
     "scaling.scaling_result",
-    "scaling.scaling_table",
     "settings_file",
 )
 TORCH_FREE = (

@@ -13,7 +13,7 @@ from trimtab import cli
 from trimtab.core.plan import Plan
 from trimtab.core.serialization import to_json
 from trimtab.distributed.plan_on_ranks import BroadcastPlan
-from trimtab.experiments.scaling.scaling_bench import Bench
+from trimtab.experiments.scaling.scaling_job import Bench
 
 TINY_TASK = Path(__file__).parents[1] / "unit" / "experiments" / "tiny_task.py"
 WHICH = ["--ranks=2", "--rounds=1"]
@@ -21,9 +21,9 @@ HOW = ["tiny:task", "--quick", "--scaling=weak,strong", "--adapt=batch", "--out=
 ARGUMENTS = [*HOW, *WHICH]
 # No speed is looked at here; as many windows as the slowest rank's seconds say are run by `test_scale_shards.py`.
 FEWEST_WINDOWS = """
-from trimtab.experiments.scaling import scaling_bench
+from trimtab.experiments.scaling import scaling_job
 
-scaling_bench.Bench._windows_of = lambda self, loop: scaling_bench._MIN_WINDOWS
+scaling_job.Bench._windows_of = lambda self, loop: scaling_job._MIN_WINDOWS
 """
 
 

@@ -15,7 +15,7 @@ from wide_task import WIDE, least_of
 
 from trimtab.core.plan import Plan
 from trimtab.core.serialization import to_json
-from trimtab.experiments.scaling.scaling_plans import JobPlan
+from trimtab.experiments.scaling.scaling_job import JobPlan
 
 TINY_TASK = Path(__file__).parents[1] / "unit" / "experiments" / "tiny_task.py"
 SHORT = ["--quick", "--scaling=weak", "--out=table", "--json"]

@@ -177,10 +177,10 @@ def scale(
     from trimtab.core.objective import Budget
     from trimtab.core.plan import Plan
     from trimtab.core.serialization import read_json
+    from trimtab.distributed.process_group import is_launched
     from trimtab.experiments.output_folder import folder_of
-    from trimtab.experiments.scaling.scale import ScaleSettings, numbers
-    from trimtab.experiments.scaling.scale_command import run_scale
-    from trimtab.experiments.scaling.scaling_bench import JobSettings
+    from trimtab.experiments.scaling.scale import ScaleSettings, numbers, run_scale
+    from trimtab.experiments.scaling.scaling_job import JobSettings
 
     frees = settings_to_adapt(adapt, ("batch",)) != ()
     if plan_file is not None:
@@ -204,7 +204,9 @@ def scale(
     with ProgressBar() as progress:
         found = run_scale(task, folder, settings, job, progress, which)
     if found is not None:
-        print_json(found.as_benchmark()) if as_json else print_text(f"{found.text}\n\nreport: {found.path}")
+        # Under a launcher the table may contain jobs on several machines; each row names its measured link.
+        link = None if is_launched() else "local"
+        _write_scaling_page(found, folder / "report.html", link, as_json=as_json)
 
 
 def phases(
@@ -276,18 +278,18 @@ def _show_result(found: Any, file: Path, folder: Path, *, as_json: bool) -> None
     if isinstance(found, RunSummary):
         _write_run_page(found, folder / f"{file.stem}.html", as_json=as_json)
     elif isinstance(found, Scaling):
-        _write_scaling_page(found, folder / "report.html", as_json=as_json)
+        _write_scaling_page(found, folder / "report.html", None, as_json=as_json)
     else:
         write_and_show(found, folder, as_json=as_json)
 
 
-def _write_scaling_page(found: Any, path: Path, *, as_json: bool) -> None:
+def _write_scaling_page(found: Any, path: Path, link: str | None, *, as_json: bool) -> None:
     from trimtab.core.serialization import write_whole
     from trimtab.experiments.report.scaling_page import scaling_page
-    from trimtab.experiments.scaling.scaling_table import benchmark_object, text
+    from trimtab.experiments.scaling.scaling_result import benchmark_object, text
 
     write_whole(path, scaling_page(found))
-    print_json(benchmark_object(found, None)) if as_json else print_text(f"{text(found)}\n\nreport: {path}")
+    print_json(benchmark_object(found, link)) if as_json else print_text(f"{text(found)}\n\nreport: {path}")
 
 
 def _write_run_page(found: Any, path: Path, *, as_json: bool) -> None:

@@ -24,7 +24,7 @@ from trimtab.experiments.comparison.ratio_rows import throughput_row
 from trimtab.experiments.gain_timing import measure_gain
 from trimtab.experiments.paired_runs.paired_run import PairedArm, race
 from trimtab.experiments.paired_runs.plan_loops import PlanLoop
-from trimtab.experiments.scaling.scaling_bench import Bench, JobSettings
+from trimtab.experiments.scaling.scaling_job import Bench, JobSettings
 from trimtab.experiments.train import TrainingOptions, train_whole
 
 PLAN = Plan.fixed(BATCH_SIZE, 8)

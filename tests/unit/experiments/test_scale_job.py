@@ -17,11 +17,16 @@ from trimtab.core.plan import MeasuredCost, Plan
 from trimtab.core.progress import silent
 from trimtab.core.serialization import read_json, to_json
 from trimtab.distributed.plan_on_ranks import BroadcastPlan
-from trimtab.experiments.scaling import scaling_bench as scale_bench
+from trimtab.experiments.scaling import scaling_job as scale_bench
 from trimtab.experiments.scaling.scale import ScaleSettings, scale
-from trimtab.experiments.scaling.scaling_bench import JobSettings
-from trimtab.experiments.scaling.scaling_job import run_job
-from trimtab.experiments.scaling.scaling_plans import JobPlan, fit_plan_to_ranks, predicted_bytes, refuse_other_maths
+from trimtab.experiments.scaling.scaling_job import (
+    JobPlan,
+    JobSettings,
+    fit_plan_to_ranks,
+    predicted_bytes,
+    refuse_other_maths,
+    run_job,
+)
 from trimtab.state import process_state
 
 SHORT = JobSettings(blocks=2, block_s=0.01)

@@ -19,11 +19,10 @@ from trimtab.core.hardware import Link
 from trimtab.core.progress import silent
 from trimtab.core.serialization import from_json, to_json
 from trimtab.experiments.report.scaling_page import scaling_page
-from trimtab.experiments.scaling import scale_command
+from trimtab.experiments.scaling import scale
 from trimtab.experiments.scaling import scaling_result as scaling
-from trimtab.experiments.scaling import scaling_table as scaling_table
-from trimtab.experiments.scaling.scale import ScaleSettings, next_round, numbers, path_of
-from trimtab.experiments.scaling.scaling_bench import JobSettings
+from trimtab.experiments.scaling.scale import ScaleSettings, numbers, path_of
+from trimtab.experiments.scaling.scaling_job import JobSettings
 from trimtab.experiments.scaling.scaling_result import (
     PlanSharding,
     RefusedRecipe,
@@ -89,18 +88,18 @@ def test_strong_scaling_is_held_against_the_same_one_rank():
 
 def test_few_rounds_are_shown_one_by_one_and_enough_of_them_with_an_interval():
     few = [job(ranks, n, 100.0 * ranks * (1 - 0.1 * n * (ranks > 1))) for n in range(2) for ranks in (1, 2)]
-    said = scaling_table.text(summarise("tiny", few))
+    said = scaling.text(summarise("tiny", few))
     assert "100.0%, 90.0%" in said
     assert "without a verdict" in said
     many = [job(ranks, n, 100.0 * ranks * (1 - 0.01 * n * (ranks > 1))) for n in range(5) for ranks in (1, 2)]
-    said = scaling_table.text(summarise("tiny", many))
+    said = scaling.text(summarise("tiny", many))
     assert "98.0% (96.0 to 100.0)" in said
     assert "without a verdict" not in said
 
 
 def test_an_efficiency_is_of_the_rounds_that_have_one_rank_too():
     jobs = [job(2, n, 200.0 - n) for n in range(5)] + [job(1, n, 100.0) for n in range(3)]
-    said = scaling_table.text(summarise("tiny", jobs))
+    said = scaling.text(summarise("tiny", jobs))
     line = next(line for line in said.splitlines() if "100.0%, 99.5%, 99.0%" in line)
     assert line.split()[-1] == "3"
     assert "fewer than 5 rounds" in said
@@ -114,27 +113,25 @@ def test_the_control_says_what_efficiency_can_be_told_from_another():
     ]
     found = summarise("tiny", jobs)
     assert row(found, 2).resolution == row(found, 2, recipe="self").resolution > 0.04
-    assert "A/A control resolves" in scaling_table.text(found)
+    assert "A/A control resolves" in scaling.text(found)
     assert row(summarise("tiny", jobs[:4]), 2).resolution is None
 
 
 def test_ranks_of_other_threads_are_no_pair():
     found = row(summarise("tiny", [job(1, 0, 100.0), job(2, 0, 800.0, threads=8)]), 2)
     assert (found.efficiency, found.pairs) == (None, ())
-    assert "threads of a rank: 1, 8" in scaling_table.text(
-        summarise("tiny", [job(1, 0, 1.0), job(2, 0, 8.0, threads=8)])
-    )
+    assert "threads of a rank: 1, 8" in scaling.text(summarise("tiny", [job(1, 0, 1.0), job(2, 0, 8.0, threads=8)]))
 
 
 def test_a_freed_batch_has_a_table_of_its_own_and_is_in_no_figure():
     same = [job(ranks, 0, 100.0 * ranks) for ranks in (1, 2)]
     freed = [job(ranks, 0, 100.0 * ranks, recipe="plan_batch") for ranks in (1, 2)]
     found = summarise("tiny", [*same, *freed])
-    assert set(scaling_table.tables(found)) == {"Equivalent plan", "Adaptive batch size"}
-    assert "not measured here" in scaling_table.text(found)
-    assert "still changing" in scaling_table.text(found)
+    assert set(scaling.tables(found)) == {"Equivalent plan", "Adaptive batch size"}
+    assert "not measured here" in scaling.text(found)
+    assert "still changing" in scaling.text(found)
     assert "plan_batch" not in scaling_page(found).partition("</figure>")[0]
-    assert set(scaling_table.tables(summarise("tiny", same))) == {"Equivalent plan"}
+    assert set(scaling.tables(summarise("tiny", same))) == {"Equivalent plan"}
 
 
 def test_what_a_plan_did_in_other_rounds_is_said_too():
@@ -151,13 +148,13 @@ def test_a_row_says_how_its_plan_shares_the_model_and_what_a_rank_holds():
         arm = replace(jobs[i].arms[0], sharing=each, peak_bytes=(4 + i) * 2**20)
         jobs[i] = replace(jobs[i], arms=(arm,))
     found = summarise("tiny", jobs)
-    (head, one, two) = scaling_table.tables(found)["Equivalent plan"]
+    (head, one, two) = scaling.tables(found)["Equivalent plan"]
     cells = dict(zip(head, two, strict=True))
     assert (cells["stage"], cells["micro-batches"], cells["reduced in"]) == ("2, each reduced / 3", "2 x 16", "bf16")
     assert (cells["peak per rank"], cells["predicted"]) == ("6 MiB", "3 MiB")
     assert dict(zip(head, one, strict=True))["stage"] == ""
-    assert "counted in separate steps" in scaling_table.text(found)
-    (_, flat) = scaling_table.benchmark_rows(found, "local")
+    assert "counted in separate steps" in scaling.text(found)
+    (_, flat) = scaling.benchmark_rows(found, "local")
     assert (flat["peak_bytes"], flat["plans"][0]["zero_stage"], flat["plans"][0]["predicted_bytes"]) == (
         6 * 2**20,
         2,
@@ -172,11 +169,11 @@ def test_where_no_plan_meets_the_limit_the_row_says_so_and_the_others_stay():
     ]
     found = summarise("tiny", jobs)
     assert found.refused == (RefusedRecipe("plan", "weak", 1, "5 MiB over 4 MiB"),)
-    *_, last = scaling_table.tables(found)["Equivalent plan"]
+    *_, last = scaling.tables(found)["Equivalent plan"]
     assert last[:5] == ("", "plan", "1", "", "no plan: see notes")
-    assert "plan, one rank: no plan meets the limit: 5 MiB over 4 MiB" in scaling_table.text(found)
+    assert "plan, one rank: no plan meets the limit: 5 MiB over 4 MiB" in scaling.text(found)
     assert "5 MiB over 4 MiB" in scaling_page(found)
-    *_, flat = scaling_table.benchmark_rows(found, "local")
+    *_, flat = scaling.benchmark_rows(found, "local")
     assert (flat["recipe"], flat["ranks"], flat["mean"], flat["refused"]) == ("plan", 1, None, "5 MiB over 4 MiB")
     assert row(found, 2).pairs == pytest.approx((1.0, 1.0))
     assert from_json(ScalingJob, to_json(jobs[0])) == jobs[0]
@@ -185,18 +182,18 @@ def test_where_no_plan_meets_the_limit_the_row_says_so_and_the_others_stay():
 def test_ranks_that_share_cores_are_said_to():
     found = summarise("tiny", [job(1, 0, 100.0), job(4, 0, 120.0)])
     assert row(found, 4).crowded == "cores"
-    assert "do not measure scaling" in scaling_table.text(found)
-    assert "do not measure scaling" not in scaling_table.text(summarise("tiny", [job(2, 0, 120.0)]))
+    assert "do not measure scaling" in scaling.text(found)
+    assert "do not measure scaling" not in scaling.text(summarise("tiny", [job(2, 0, 120.0)]))
 
 
 def test_ranks_that_share_cores_have_no_interval_and_are_in_no_figure():
     jobs = [job(ranks, n, 100.0 * ranks * (1 - 0.01 * n * (ranks > 1))) for n in range(5) for ranks in (1, 2, 4)]
     found = summarise("tiny", jobs)
     assert (row(found, 2).has_verdict, row(found, 4).has_verdict) == (True, False)
-    assert "98.0% (96.0 to 100.0)" in scaling_table.text(found)
-    shared = next(line for line in scaling_table.text(found).splitlines() if "4 (share cores)" in line)
+    assert "98.0% (96.0 to 100.0)" in scaling.text(found)
+    shared = next(line for line in scaling.text(found).splitlines() if "4 (share cores)" in line)
     assert "100.0%, 99.0%, 98.0%, 97.0%, 96.0%" in shared
-    _, two, four = scaling_table.benchmark_rows(found, "local")
+    _, two, four = scaling.benchmark_rows(found, "local")
     assert two["low"] < two["mean"] < two["high"]
     assert (four["mean"], four["low"], four["high"]) == (pytest.approx(two["mean"]), None, None)
 
@@ -214,11 +211,11 @@ def test_without_a_name_for_all_each_rows_link_is_that_of_its_ranks():
     refused = (RefusedRecipe("plan", "weak", 4, "5 MiB over 4 MiB"),)
     jobs = [job(1, 0, 100.0), job(2, 0, 150.0), replace(job(4, 0, 300.0), link=SLOW, refused=refused)]
     found = summarise("tiny", jobs)
-    told = [(each["ranks"], each["link"]) for each in scaling_table.benchmark_rows(found, None)]
+    told = [(each["ranks"], each["link"]) for each in scaling.benchmark_rows(found, None)]
     assert told == [(1, ""), (2, LINK.name), (4, SLOW.name), (4, SLOW.name)]
-    assert {each["link"] for each in scaling_table.benchmark_rows(found, "slow")} == {"slow"}
+    assert {each["link"] for each in scaling.benchmark_rows(found, "slow")} == {"slow"}
     before = replace(found, linked=())  # as it was written before it had that
-    assert {each["link"] for each in scaling_table.benchmark_rows(before, None)} == {""}
+    assert {each["link"] for each in scaling.benchmark_rows(before, None)} == {""}
 
 
 def test_under_a_launcher_rows_of_other_jobs_keep_their_own_link(tmp_path, monkeypatch):
@@ -226,15 +223,15 @@ def test_under_a_launcher_rows_of_other_jobs_keep_their_own_link(tmp_path, monke
         path_of(tmp_path, 0, each.ranks).write_text(to_json(each))
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "1")
-    monkeypatch.setattr(scale_command, "one_job", lambda *given: None)
+    monkeypatch.setattr(scale, "one_job", lambda *given: None)
     task = f"{Path(__file__).with_name('tiny_task.py')}:task"
-    found = scale_command.run_scale(task, tmp_path, ScaleSettings(), None, silent)
-    links = {each["ranks"]: each["link"] for each in found.as_benchmark()["rows"]}
+    found = scale.run_scale(task, tmp_path, ScaleSettings(), None, silent)
+    links = {each["ranks"]: each["link"] for each in scaling.benchmark_rows(found, None)}
     assert links == {1: "", 2: LINK.name, 4: SLOW.name}
 
 
 def test_rows_are_flat_and_name_link_and_tier():
-    (one, two) = scaling_table.benchmark_rows(summarise("tiny", [job(1, 0, 100.0), job(2, 0, 150.0, 200.0)]), "slow")
+    (one, two) = scaling.benchmark_rows(summarise("tiny", [job(1, 0, 100.0), job(2, 0, 150.0, 200.0)]), "slow")
     assert (one["metric"], one["mean"], two["mean"]) == ("scaling_efficiency", None, pytest.approx(0.75))
     assert (two["link"], two["recipe"], two["plan_kind"], two["effective_batch"]) == ("slow", "baseline", "", 64.0)
     assert two["low"] is two["high"] is None
@@ -264,11 +261,6 @@ def test_one_rank_is_always_among_them_and_numbers_are_read():
         ScaleSettings(job=JobSettings(modes=("weakly",)))
 
 
-def test_the_next_round_is_the_one_without_a_file(tmp_path):
-    path_of(tmp_path, 0, 2).touch()
-    assert (next_round(tmp_path, 2), next_round(tmp_path, 4)) == (1, 0)
-
-
 def test_the_page_draws_efficiency_and_escapes_what_comes_from_outside():
     jobs = [job(ranks, n, 100.0 * ranks * (1 - 0.05 * (ranks > 1))) for n in range(5) for ranks in (1, 2)]
     page = scaling_page(summarise("<script>tiny", jobs))
@@ -280,7 +272,7 @@ def test_the_page_draws_efficiency_and_escapes_what_comes_from_outside():
 
 def test_each_cell_of_a_narrow_page_has_the_name_of_its_column():
     found = summarise("tiny", [job(2, 0, 100.0), job(2, 1, 100.0, mode="strong")])
-    head, *rows = scaling_table.tables(found)["Equivalent plan"]
+    head, *rows = scaling.tables(found)["Equivalent plan"]
     assert re.findall(r'<td[^>]*data-label="([^"]*)"', scaling_page(found)) == [*head] * len(rows)
 
 
@@ -289,7 +281,7 @@ def test_report_writes_the_page_of_a_recorded_table_again(tmp_path):
     (tmp_path / "scaling.json").write_text(to_json(found))
     shown = CliRunner().invoke(app, ["report", str(tmp_path)])
     assert shown.exit_code == 0, shown.output
-    assert scaling_table.text(found) in shown.output
+    assert scaling.text(found) in shown.output
     assert (tmp_path / "report.html").read_text() == scaling_page(found)
     rows = json.loads(CliRunner().invoke(app, ["report", str(tmp_path), "--json"]).output)["rows"]
     assert {row["metric"] for row in rows} == {"scaling_efficiency"}

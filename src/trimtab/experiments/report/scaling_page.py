@@ -7,8 +7,7 @@ from typing import Any
 
 from trimtab.experiments.report.html import escape, labelled_cell, page
 from trimtab.experiments.report.svg import COLOUR, render, variable
-from trimtab.experiments.scaling.scaling_result import MODES, Scaling, ScalingRow
-from trimtab.experiments.scaling.scaling_table import notes, tables
+from trimtab.experiments.scaling.scaling_result import MODES, Scaling, ScalingRow, notes, tables
 
 # The same colours as in the figures of comparisons. Adaptive and fixed batch sizes never share a figure.
 _ROLES = {"baseline": "s0", "plan": "s4"}

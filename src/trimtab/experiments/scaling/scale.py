@@ -7,6 +7,7 @@ single job, and the table covers all jobs in the folder; this allows jobs on sev
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -15,15 +16,17 @@ from trimtab.checkpoint.run_lock import lock_run_folder
 from trimtab.core import validation
 from trimtab.core.errors import ValueGivenError
 from trimtab.core.objective import Objective
-from trimtab.core.progress import Progress
+from trimtab.core.progress import Progress, silent
 from trimtab.core.serialization import read_json, to_json, write_whole
+from trimtab.distributed.launch import launch
+from trimtab.distributed.process_group import from_first, is_launched, job_position, process_group
+from trimtab.experiments.comparison_context import comparison_ranks
 from trimtab.experiments.output_folder import claim_folder
-from trimtab.experiments.scaling.scaling_bench import JobSettings
-from trimtab.experiments.scaling.scaling_job import run_job
-from trimtab.experiments.scaling.scaling_plans import refuse_other_maths
+from trimtab.experiments.scaling.scaling_job import JobSettings, refuse_other_maths, run_job
 from trimtab.experiments.scaling.scaling_result import MODES, Scaling, ScalingJob, summarise
 from trimtab.experiments.task_ranks import refuse_on_ranks
 from trimtab.measure.machine import environment
+from trimtab.tasks import load_task
 from trimtab.tasks.task import Task
 
 # File name of a launch: job-ROUND-RANKS.json.
@@ -91,7 +94,7 @@ def scale(task: Task, out: Path, settings: ScaleSettings, launch: Launch, progre
                     done = (number + i / len(order)) / settings.rounds
                     progress(f"round {number + 1} of {settings.rounds}: {ranks} ranks", done)
                     launch(ranks, number)
-    return summarise(task.name, jobs_in(out), environment())
+    return _table(task, out)
 
 
 def _require_possible(task: Task, settings: ScaleSettings) -> None:
@@ -137,11 +140,59 @@ def path_of(out: Path, number: int, ranks: int) -> Path:
     return out / f"job-{number}-{ranks}.json"
 
 
-def jobs_in(out: Path) -> Sequence[ScalingJob]:
-    """Return the jobs stored in a folder."""
-    return [read_json(ScalingJob, path) for path in sorted(out.iterdir()) if _FILE.fullmatch(path.name)]
+def run_scale(
+    task: str, out: Path, settings: ScaleSettings, job: int | None, progress: Progress, asked: Sequence[str] = ()
+) -> Scaling | None:
+    """Write the scaling table of a task to `scaling.json` and return it; None on ranks that do not report.
+
+    Args:
+        task: name of the task.
+        out: output folder.
+        settings: options of the table.
+        job: round number, in the processes that this command starts to time a job (one run on a number of ranks); None
+            in a process started by the user or by a launcher such as torchrun.
+        progress: receives progress messages.
+        asked: names of the given options among `--ranks` and `--rounds`, which determine the jobs to run.
+
+    Raises:
+        ValueGivenError: `asked` is not empty under a launcher, whose ranks can time only a single job.
+    """
+    loaded, here = load_task(task), job_position()
+    if job is None and not is_launched():
+        found = scale(loaded, out, settings, _again(out), progress)
+    else:
+        if job is None and asked:
+            raise ValueGivenError(
+                asked[0],
+                problem=f"{' and '.join(asked)} cannot be used under a launcher, whose {here.num_ranks} ranks run one "
+                "job.",
+                hint="Start the command once for each number of ranks, with the same --out.",
+                code="option.conflict",
+            )
+        with process_group(), comparison_ranks():
+            number = job
+            if number is None:
+                number = int(from_first(lambda: _next(loaded, out, settings, here.num_ranks)))
+            one_job(loaded, out, number, settings.job, progress if job is None and not here.rank else silent)
+        if job is not None or here.rank:
+            return None
+        found = _table(loaded, out)
+    write_whole(out / "scaling.json", to_json(found, indent=1))
+    return found
 
 
-def next_round(out: Path, ranks: int) -> int:
+def _table(task: Task, out: Path) -> Scaling:
+    jobs = [read_json(ScalingJob, path) for path in sorted(out.iterdir()) if _FILE.fullmatch(path.name)]
+    return summarise(task.name, jobs, environment())
+
+
+def _again(out: Path) -> Launch:
+    """Return a function that runs this command again as the ranks of a job."""
+    given = [arg for arg in sys.argv[1:] if arg != "--json"]
+    return lambda ranks, number: launch([*given, "--out", str(out), "--job", str(number)], ranks)
+
+
+def _next(task: Task, out: Path, settings: ScaleSettings, ranks: int) -> str:
     """Return the first round without a job on this number of ranks."""
-    return next(number for number in range(1000) if not path_of(out, number, ranks).exists())
+    claim_scaling_folder(task, out, settings.job)
+    return str(next(number for number in range(1000) if not path_of(out, number, ranks).exists()))
