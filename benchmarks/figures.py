@@ -28,7 +28,7 @@ from benchmarks.paper import evaluation_archive, evaluation_record
 from benchmarks.paper.evaluation_slices import slices
 from benchmarks.paper.results import read_evaluation
 from benchmarks.phases_figures import phases
-from benchmarks.scaling_figures import scaling, sending
+from benchmarks.scaling_figures import scaling
 from trimtab.adaptive_batch.step_time_model import StepTimes, relative_time
 from trimtab.planner.statistics import MIN_PAIRS_FOR_VERDICT as FEW
 
@@ -615,7 +615,7 @@ KINDS = {
     "published_ranks": _published_ranks,
     "rank_memory": _rank_memory,
     "scaling": scaling,
-    "sending": sending,
+    "sending": scaling,
     "faults": _faults,
     "hosts": _hosts,
     "import_time": _imports,

@@ -1,28 +1,23 @@
-"""Data parallelism on several ranks, over the machine's loopback and over a slow link.
+"""Scaling over several ranks by `trimtab scale`, over the machine's loopback and over a slow link.
 
-`python -m benchmarks.micro.scaling [--quick] [--json] [--rounds 8] [--seeds 5] [--links local slow]` prints
+`python -m benchmarks.micro.scaling [--quick] [--json] [--parts efficiency courses] [--links local slow]` prints
 
+- `scaling_efficiency`: the rows of `trimtab scale --adapt batch` on one rank and two, weak scaling;
+- `samples_to_target`: median samples of training to a validation loss with each recipe, and the seconds that they take
+  at the measured speed, with the efficiency of the same recipe;
 - `weight_difference`: largest weight difference between each backend on 2 and 4 ranks and a single process after 20
   windows, relative to the largest weight;
-- `scaling_efficiency`: weak scaling by `trimtab scale`, throughput(n) / (n throughput(1)), paired within rounds, for
-  the plain loop in DDP and for the plan;
-- `samples_to_target`: training to a validation loss on one rank, and on two over the slow link, for both loops and for
-  a plan with adaptive batch size: samples, and efficiency paired by seed. The part `samples` counts samples only, also
-  for windows of sixteen micro-batches;
-- `window_prediction`: seconds per window for each ZeRO stage, predicted from one process and a timed link, and
-  measured;
-- `in_step`: speed of ranks over the slow link relative to one rank, interleaved in a job, for DDP and for a plan that
-  sends bf16 once per sixteen micro-batches; also if ranks only synchronise once per window and send nothing;
-- `loop_overhead_ratio`: a plan without changes on two ranks relative to the plain loop in DDP, step by step, and the
-  seconds of the per-window exchange between ranks;
-- `rank_fault`: seconds from SIGKILL or SIGSTOP of a rank to the end of the command that started it.
+- `window_prediction`: seconds and peak memory of windows for each ZeRO stage, predicted from one process and a timed
+  link, from a dry run, and measured by the loops of `trimtab scale`.
 
 Ranks have one thread each. The slow link is the loopback in a separate network namespace, limited to `--mbit` by the
-kernel's token bucket (`tc`). It requires root and `tc`, and is skipped without them.
+kernel's token bucket (`tc`). It requires root and `tc`, and is skipped without them. torchrun starts this module again
+on the ranks, as `scaling.py OUT JOB [ARGUMENT ...]`.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import shutil
@@ -30,31 +25,49 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks import command
-from benchmarks.micro.scaling_faults import faults
-from trimtab.planner.statistics import MIN_PAIRS_FOR_VERDICT, ratio_interval, resolution
+import torch
+import torch.distributed as dist
 
-HERE = Path(__file__).resolve().parent
+import trimtab
+from benchmarks import command
+from benchmarks.micro.regret_cases import held_out_loss
+from benchmarks.micro.scaling_tasks import BY_NAME, GPT
+from trimtab.api import FREED, default_rule
+from trimtab.core.parallelism import Parallelism
+from trimtab.core.plan import Plan
+from trimtab.core.progress import silent
+from trimtab.core.serialization import from_json, to_json
+from trimtab.distributed.bandwidth_test import calibrate
+from trimtab.distributed.plan_on_ranks import BroadcastPlan
+from trimtab.distributed.process_group import from_first, job_position
+from trimtab.experiments.baselines.reference import ReferenceLoop
+from trimtab.experiments.baselines.replica import ReplicaLoop
+from trimtab.experiments.paired_runs.plan_loops import PlanLoop
+from trimtab.experiments.scaling.scaling_job import Bench, JobSettings, plan_maker, plan_of_job
+from trimtab.experiments.task_ranks import rehearsal_of
+from trimtab.planner.communication_cost import window_s
+from trimtab.planner.rank_profile import WAYS
+from trimtab.tasks.task import Task
+
+Row = dict[str, Any]
+CPU = torch.device("cpu")
 MBIT = {"resnet_small": 400, "resnet_wide": 4000, "gpt_small": 2000}
 TARGETS, MOST = {"resnet_small": 1.5, "resnet_wide": 1.6}, 100_000
-COURSES = ("baseline", "no_buffers", "plan", "plan_batch", "plan_k")
-PAIRS = 400
-
-
-def run_ranks(link: str, mbit: int, ranks: int, program: Sequence[str]) -> None:
-    """Run a program with torchrun over a link, with one thread per rank."""
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), *program]
-    one = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": _importable()}
-    subprocess.run(over(link, mbit, [sys.executable, *launcher]), env=one, check=True, stdout=sys.stderr)
-
-
-def _importable() -> str:
-    """Return PYTHONPATH of the ranks: the checkout and the PYTHONPATH of this process."""
-    return os.pathsep.join([str(command.ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+STEPS = 20  # before weights are compared
+SEVERAL = 3  # micro-batches of longer windows
+EVERY = 2048  # samples between evaluations
+PARTS = ("weights", "efficiency", "windows", "courses")
+BACKENDS: dict[str, dict[str, Any]] = {
+    "ddp": {"zero_stage": 0},
+    **{f"zero-{stage}": {"zero_stage": stage} for stage in (1, 2, 3)},
+    **{f"deepspeed-{stage}": {"zero_stage": stage, "engine": "deepspeed"} for stage in (1, 2, 3)},
+}
 
 
 def over(link: str, mbit: int, program: Sequence[str]) -> list[str]:
@@ -72,224 +85,264 @@ def has_slow_link() -> bool:
     return subprocess.run(over("slow", 100, ["true"]), capture_output=True, check=False).returncode == 0
 
 
-def found_by(link: str, mbit: int, ranks: int, what: str, *arguments: object) -> list[dict[str, Any]]:
-    """Run a job of scaling_ranks.py and return its rows."""
+def output_of(link: str, mbit: int, program: Sequence[str]) -> str:
+    """Run a Python program over a link, with one thread per rank, and return its standard output."""
+    path = os.pathsep.join([str(command.ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    env = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": path}
+    how = {"cwd": command.ROOT, "env": env, "check": True, "stdout": subprocess.PIPE, "text": True}
+    return str(subprocess.run(over(link, mbit, [sys.executable, *program]), **how).stdout)
+
+
+def run_ranks(link: str, mbit: int, ranks: int, program: Sequence[str]) -> None:
+    """Run a program with torchrun over a link."""
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    print(output_of(link, mbit, [*launcher, *program]), end="", file=sys.stderr)
+
+
+def job_rows(link: str, mbit: int, ranks: int, job: str, *arguments: object) -> list[Row]:
+    """Run a job of this module on ranks and return its rows."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "found.json"
-        run_ranks(link, mbit, ranks, [str(HERE / "scaling_ranks.py"), what, str(out), *map(str, arguments)])
-        found: list[dict[str, Any]] = json.loads(out.read_text(encoding="utf-8"))
+        run_ranks(link, mbit, ranks, [__file__, str(out), job, *map(str, arguments)])
+        found: list[Row] = json.loads(out.read_text(encoding="utf-8"))
     return found
 
 
-def efficiencies(task: str, link: str, mbit: int, ranks: Iterable[int], rounds: int, folder: Path) -> list[Any]:
+def efficiencies(task: str, link: str, mbit: int, rounds: int, folder: Path) -> list[Row]:
     """Run `trimtab scale` and return its rows."""
     name = {"resnet_small": "RESNET", "resnet_wide": "WIDE", "gpt_small": "GPT"}[task]
-    asked = ["scale", f"benchmarks.micro.scaling_tasks:{name}", "--ranks", ",".join(map(str, ranks))]
-    asked += ["--rounds", str(rounds), "--scaling", "weak", "--out", str(folder), "--json"]
-    program = [sys.executable, "-c", "from trimtab.cli import main; main()", *asked]
-    given = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": _importable()}
-    how = {"cwd": command.ROOT, "env": given, "stdout": subprocess.PIPE, "text": True}
-    done = subprocess.run(over(link, mbit, program), check=True, **how)
-    rows = json.loads(done.stdout)["rows"]
+    asked = ["scale", f"benchmarks.micro.scaling_tasks:{name}", "--ranks", "1,2"]
+    asked += ["--rounds", str(rounds), "--scaling", "weak", "--adapt", "batch", "--out", str(folder), "--json"]
+    rows = json.loads(output_of(link, mbit, ["-m", "trimtab.cli", *asked]))["rows"]
     return [row | {"link": link} | ({"mbit": mbit} if link == "slow" else {}) for row in rows]
 
 
-def courses(
-    task: str, seeds: int, mbit: int, folder: Path, recipes: Sequence[str] = COURSES
-) -> Iterator[dict[str, Any]]:
-    """Yield samples to the target and efficiency, paired by seed, for each recipe on one rank and two.
-
-    `no_buffers` is the baseline without DDP's broadcast of batch statistics in every forward, `plan_batch` a plan with
-    adaptive batch size, `plan_k` a plan with sixteen micro-batches in every window.
-    """
-    arms = [(recipe, n) for recipe in recipes for n in (1, 2) if (recipe, n) != ("no_buffers", 1)]
-    found: dict[tuple[str, int], list[dict[str, Any]]] = {arm: [] for arm in arms}
-    for seed in range(seeds):
-        turn = 1 if seed % 2 == 0 else -1
-        for ranks in (1, 2)[::turn]:
-            link = "slow" if ranks > 1 else "local"  # a single rank sends nothing
-            own = ",".join([recipe for recipe, n in arms if n == ranks][::turn])
-            for run in found_by(link, mbit, ranks, "courses", folder, task, own, seed, TARGETS[task], MOST):
-                found[run["recipe"], ranks].append(run)
-                print(_course_line(run), file=sys.stderr, flush=True)
-    for (recipe, ranks), runs in found.items():
-        alone = found["baseline" if recipe == "no_buffers" else recipe, 1]
-        ratios = [ours["samples_per_s"] / (ranks * one["samples_per_s"]) for ours, one in zip(runs, alone, strict=True)]
-        timed = {"seconds_to_target": _median(runs, "target_s"), "seconds_of_seeds": [run["target_s"] for run in runs]}
-        yield (
-            _reached(task, "slow" if ranks > 1 else "none", mbit, runs)
-            | timed
-            | _efficiency(ratios if ranks > 1 else [])
-        )
+def courses(task: str, link: str, mbit: int, seeds: int, folder: Path, timed: list[Row]) -> Iterator[Row]:
+    """Yield samples to the target for each timed recipe and number of ranks."""
+    folder.mkdir()
+    for ranks in (1, 2):
+        runs = [job_rows(link, mbit, ranks, "courses", folder, task, seed) for seed in range(seeds)]
+        for recipe, *found in zip(RECIPES, *runs, strict=True):
+            row = next((row for row in timed if (row["recipe"], row["ranks"]) == (recipe, ranks)), None)
+            if row is None or "refused" in row:
+                continue
+            taken = [run["samples_to_target"] for run in found]
+            median = None if None in taken else statistics.median(taken)
+            yield {key: value for key, value in row.items() if key not in ("samples_per_s", "window_s", "plans")} | {
+                "metric": "samples_to_target",
+                "mbit": mbit if link == "slow" else None,
+                "target": TARGETS[task],
+                "reached": sum(each is not None for each in taken),
+                "seeds": seeds,
+                "samples_to_target": median,
+                "seconds_to_target": None if median is None else median / row["samples_per_s"],
+                "samples_of_seeds": taken,
+                "effective_batch": statistics.fmean(run["effective_batch"] for run in found),
+            }
 
 
-def samples(task: str, seeds: int, folder: Path) -> Iterator[dict[str, Any]]:
-    """Yield samples to the target on two ranks, for the baseline and for windows of sixteen micro-batches.
-
-    Neither loop depends on time, so other load on the machine does not change the result.
-    """
-    recipes = ("baseline", "plan_k")
-    found: dict[str, list[dict[str, Any]]] = {recipe: [] for recipe in recipes}
-    for seed in range(seeds):
-        for run in found_by("local", 0, 2, "courses", folder, task, ",".join(recipes), seed, TARGETS[task], MOST):
-            found[run["recipe"]].append(run)
-            print(_course_line(run), file=sys.stderr, flush=True)
-    for runs in found.values():
-        yield _reached(task, "local", 0, runs) | {"seconds_to_target": None} | _efficiency([])
-
-
-def _reached(task: str, link: str, mbit: int, runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    recipe, ranks = runs[0]["recipe"], runs[0]["ranks"]
-    return {
-        "metric": "samples_to_target",
-        "task": task,
-        "link": link,
-        "mbit": mbit if link == "slow" else None,
-        "ranks": ranks,
-        "recipe": recipe,
-        "plan_kind": "tuned" if recipe in ("plan_batch", "plan_k") else "equivalent" if recipe == "plan" else "",
-        "target": TARGETS[task],
-        "reached": sum(run["target_s"] is not None for run in runs),
-        "seeds": len(runs),
-        "samples_to_target": _median(runs, "target_rows"),
-        "samples_of_seeds": [run["target_rows"] for run in runs],
-        "effective_batch": statistics.fmean(run["rows"] / run["windows"] for run in runs),
-        "says": runs[0]["says"],
-    }
-
-
-def _median(runs: Sequence[Any], key: str) -> float | None:
-    """Return the median of all runs; None if a run did not reach the target."""
-    found = [run[key] for run in runs]
-    return None if None in found else statistics.median(found)
-
-
-def _efficiency(ratios: list[float]) -> dict[str, Any]:
-    if not ratios:
-        return {"mean": None, "low": None, "high": None, "n": 0, "pairs": []}
-    found = ratio_interval(ratios)
-    bounds = (found.low, found.high) if found.n >= MIN_PAIRS_FOR_VERDICT else (None, None)
-    return {"mean": found.mean, "low": bounds[0], "high": bounds[1], "n": found.n, "pairs": ratios}
-
-
-def _course_line(run: dict[str, Any]) -> str:
-    return (
-        f"  {run['recipe']} on {run['ranks']}, seed {run['seed']}: {run['rows']} rows in {run['seconds']:.1f} s, "
-        f"{run['rows'] / run['windows']:.0f} a window{', not reached' if run['target_s'] is None else ''}"
-    )
-
-
-def in_step(task: str, mbit: int) -> Iterator[dict[str, Any]]:
-    """Yield the speed of two ranks relative to one: over the slow link, and synchronised without sending."""
-    for row in found_by("slow", mbit, 2, "in_step", task):
-        taken = row.pop("sample_s")
-        for loop in ("ddp", "plan"):
-            alone, bound, sharing = (taken[f"{loop}{state}"] for state in (" alone", " in step", ""))
-            compared = {"in step": (alone, bound), "over the link": (alone, sharing), "of in step": (bound, sharing)}
-            for what, (over, under) in compared.items():
-                found = ratio_interval([one / other for one, other in zip(over, under, strict=True)])
-                kept = {"mean": found.mean, "low": found.low, "high": found.high, "n": found.n}
-                yield row | {"loop": loop, "kept": what, "mbit": mbit, "sample_s": statistics.median(sharing)} | kept
-
-
-def overhead(pairs: int) -> Iterator[dict[str, Any]]:
-    """Yield the overhead of trimtab's loop on two ranks over the loopback."""
-    for row in found_by("local", 0, 2, "agreement", pairs):
-        ours, control = ratio_interval(row.pop("pairs")), ratio_interval(row.pop("control_pairs"))
-        figures = {"mean": ours.mean, "low": ours.low, "high": ours.high, "n": ours.n}
-        yield row | figures | {"resolution": resolution(control), "control": control.mean}
-
-
-def measured(options: Any) -> Iterator[dict[str, Any]]:
+def measured(options: Any) -> Iterator[Row]:
     """Yield the rows of the selected parts."""
-    for ranks in () if "weights" not in options.parts else (2,) if options.quick else (2, 4):
-        yield from found_by("local", 0, ranks, "weights")
+    parts = options.parts or (("weights",) if options.quick else PARTS)
+    for ranks in () if "weights" not in parts else (2,) if options.quick else (2, 4):
+        yield from job_rows("local", 0, ranks, "weights")
     links = [link for link in options.links if link == "local" or has_slow_link()]
     with tempfile.TemporaryDirectory() as made:
         folder = Path(made)
-        for task in options.tasks if "efficiency" in options.parts else ():
+        for task, link in itertools.product(options.tasks if {"efficiency", "courses"} & {*parts} else (), links):
             mbit = options.mbit or MBIT[task]
-            for link in links:
-                yield from efficiencies(task, link, mbit, options.ranks, options.rounds, folder / f"{task}-{link}")
-        for link in links if "windows" in options.parts else ():
-            (folder / "windows").mkdir(exist_ok=True)
-            for row in found_by(link, options.mbit or MBIT["gpt_small"], 2, "windows", folder / "windows"):
+            rows = efficiencies(task, link, mbit, options.rounds or (1 if options.quick else 8), folder / task / link)
+            yield from rows
+            if "courses" in parts and task in TARGETS:
+                yield from courses(task, link, mbit, options.seeds, folder / f"{task}-{link}", rows)
+        for link in links if "windows" in parts else ():
+            for row in job_rows(link, options.mbit or MBIT[GPT.name], 2, "windows", folder):
                 yield row | {"link": link}
-        for task in options.tasks if "courses" in options.parts and "slow" in links else ():
-            if task in TARGETS:
-                (folder / f"courses-{task}").mkdir()
-                made_in, mbit = folder / f"courses-{task}", options.mbit or MBIT[task]
-                yield from courses(task, options.seeds, mbit, made_in, options.recipes)
-        for task in options.tasks if "samples" in options.parts else ():
-            if task in TARGETS:
-                (folder / f"samples-{task}").mkdir()
-                yield from samples(task, options.seeds, folder / f"samples-{task}")
-        for task in options.tasks if "in_step" in options.parts and "slow" in links else ():
-            yield from in_step(task, options.mbit or MBIT[task])
-        if "overhead" in options.parts:
-            yield from overhead(PAIRS // 4 if options.quick else PAIRS)
-        if "faults" in options.parts:
-            yield from faults({"SIGKILL": 5, "SIGSTOP": 1})
     if "slow" in options.links and "slow" not in links:
         yield {"metric": "not measured", "link": "slow", "why": "it takes root, unshare, ip and tc"}
 
 
-def _line(row: dict[str, Any]) -> str:
+# Jobs of a rank.
+
+
+def weights() -> list[Row]:
+    """Return weight differences between each backend and a single process after windows of several micro-batches."""
+    # DeepSpeed stage 3 supports fp32 only. Other backends use float64, so that differences are errors, not rounding.
+    ranks, found = dist.get_world_size(), {}
+    for name, how in BACKENDS.items():
+        dtype = torch.float32 if how.get("engine") else torch.float64
+        found[name] = (dtype, _trained(Plan.fixed(6, 2, num_ranks=ranks, **how), dtype))
+    if dist.get_rank():
+        return []
+    os.environ["WORLD_SIZE"] = "1"
+    dist.destroy_process_group()
+    alone = {dtype: _trained(Plan.fixed(6 * ranks, 2), dtype) for dtype in (torch.float64, torch.float32)}
+    rows = []
+    for name, (dtype, ours) in found.items():
+        gap = max(float((a - b).abs().max()) for a, b in zip(ours, alone[dtype], strict=True))
+        row = {"metric": "weight_difference", "task": GPT.name, "backend": name, "ranks": ranks, "steps": STEPS}
+        largest = max(float(each.abs().max()) for each in alone[dtype])
+        rows.append(row | {"dtype": str(dtype).removeprefix("torch."), "difference": gap / largest})
+    return rows
+
+
+def _trained(plan: Plan, dtype: torch.dtype) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    model = GPT.make_model().to(dtype).train()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    batches = trimtab.shard(GPT.load_data().batches(0, plan.batch_size * plan.num_ranks))
+    with trimtab.start(model, optimizer, plan, clip_norm=1.0) as run:
+        for window in itertools.islice(run.windows(batches), STEPS):
+            run.train_step(window, GPT.loss_fn)
+    whole = [p.full_tensor() if hasattr(p, "full_tensor") else p for p in model.parameters()]
+    return [each.detach().double().clone() for each in whole]
+
+
+def windows(folder: str) -> list[Row]:
+    """Return predicted and measured seconds and bytes of windows per stage, with one and several micro-batches."""
+    ranks, data = dist.get_world_size(), GPT.load_data()
+    made = from_json(BroadcastPlan, from_first(lambda: to_json(plan_maker(GPT, data, CPU, Path(folder))())))
+    calibration = calibrate(CPU)
+    assert made.shape is not None
+    rows = []
+    for (stage, once), k in itertools.product(WAYS, (1, SEVERAL)):
+        if k == 1 and not once:
+            continue
+        how = Parallelism(ranks, stage, reduces_once=once)
+        told = window_s(how, calibration.link, made.shape, k, overlap_share=calibration.overlap_share)
+        shared = {"reduces_once": once} if stage > 1 else {}
+        share = replace(GPT, batch_size=k * GPT.batch_size)
+        plan = Plan.fixed(share.batch_size, GPT.batch_size, num_ranks=ranks, zero_stage=stage, **shared)
+        ran = rehearsal_of(share, CPU, silent).of(plan, counts_memory=True)
+        whole = replace(share, batch_size=ranks * share.batch_size)
+        arms = Bench(whole, data, CPU, "weak", 0, JobSettings(("weak",)), silent).arms(plan)
+        (ours,) = (arm for arm in arms if arm.recipe == "plan")
+        assert ours.alone is not None
+        taken = ours.window_samples / ours.together.samples_per_s
+        rows.append(
+            {
+                "metric": "window_prediction",
+                "task": GPT.name,
+                "ranks": ranks,
+                "zero_stage": stage,
+                "micro_batches": k,
+                "reduces_once": once,
+                "predicted_s": told.total_s,
+                "predicted_waiting_s": told.exposed_s,
+                "measured_s": taken,
+                "measured_waiting_s": taken - ours.window_samples / ours.alone.samples_per_s,
+                "error": told.total_s / taken - 1,
+                "rehearsed_s": ran.window_s,
+                "rehearsal_error": ran.window_s / taken - 1,
+                "rehearsed_bytes": ran.peak_bytes,
+                "rehearsed_largest_bytes": max(ran.peaks),
+                "measured_bytes": ours.peak_bytes,
+                "rehearsal_s": ran.took_s,
+                "link_bytes_per_s": calibration.link.bytes_per_s,
+                "link_latency_s": calibration.link.latency_s,
+                "overlap_share": calibration.overlap_share,
+            }
+        )
+    return rows
+
+
+RECIPES = ("baseline", "plan", "plan_batch")
+
+
+def courses_of_rank(folder: str, name: str, seed: str) -> list[Row]:
+    """Train with each recipe until the validation loss reaches the target, and return samples and mean batch size."""
+    task, ranks = BY_NAME[name], job_position().num_ranks
+    plan = plan_of_job(task, task.load_data(), CPU, Path(folder)).plan
+    assert plan is not None
+    makes: dict[str, Callable[..., Any]] = {
+        "baseline": ReplicaLoop if ranks > 1 else ReferenceLoop,
+        "plan": partial(PlanLoop, plan=plan),
+        "plan_batch": partial(PlanLoop, plan=plan.freed(default_rule(plan), FREED)),
+    }
+    whole = replace(task, batch_size=task.batch_size * ranks)
+    return [_samples(whole, makes[recipe], int(seed), TARGETS[name]) for recipe in RECIPES]
+
+
+def _samples(whole: Task, make: Callable[..., Any], seed: int, target: float) -> Row:
+    """Return samples to a validation loss, and the mean batch size.
+
+    The loss is reached at the first of two consecutive evaluations that meet it, interpolated from the previous one.
+    """
+    torch.manual_seed(seed)
+    data, loop = whole.load_data(), make(whole, CPU)
+    batches = iter(trimtab.shard(data.batches(seed, whole.batch_size)))
+    rows, count, points, met = 0, 0, list[tuple[int, float]](), None
+    while rows < MOST and met is None:
+        due = (rows // EVERY + 1) * EVERY
+        while rows < due:
+            rows, count = rows + int(loop.step(batches)), count + 1
+        # Batch statistics differ between ranks, so rank 0's loss decides.
+        points.append((rows, float(from_first(lambda: repr(held_out_loss(whole, loop.model, data))))))
+        met = _met(points[-3:], target)
+    loop.close()
+    return {"samples_to_target": met, "effective_batch": rows / count}
+
+
+def _met(last: list[tuple[int, float]], target: float) -> float | None:
+    """Return interpolated samples to the target; None unless the last two evaluations meet it."""
+    if len(last) < 2 or last[-1][1] > target or last[-2][1] > target:
+        return None
+    (before, loss), (first, reached) = last[-3:-1] if len(last) > 2 else last[:1] * 2
+    return first if loss == reached else before + (loss - target) / (loss - reached) * (first - before)
+
+
+JOBS: dict[str, Callable[..., list[Row]]] = {"weights": weights, "windows": windows, "courses": courses_of_rank}
+
+
+def run_job(out: str, job: str, *arguments: str) -> None:
+    """Run a job on this rank. Rank 0 writes the rows."""
+    torch.set_num_threads(1)
+    with trimtab.process_group() as here:
+        found = JOBS[job](*arguments)
+        if here.rank == 0:
+            Path(out).write_text(json.dumps(found), encoding="utf-8")
+        sys.stdout.flush()
+        os._exit(0)  # skips interpreter shutdown, during which gloo threads may raise
+
+
+def _line(row: Row) -> str:
     match row["metric"]:
         case "weight_difference":
             return f"{row['backend']:<12} {row['ranks']} ranks: weights {row['difference']:.1e} apart ({row['dtype']})"
         case "scaling_efficiency":
-            share = "" if row["mean"] is None else f"efficiency {_bounded(row)}"
-            what = f"{row['task']} {row['link']:<5} {row['ranks']} {row['recipe']:<9}"
-            return f"{what} {row['samples_per_s']:>8.0f} rows/s {share}"
+            what = f"{row['task']} {row['link']:<5} {row['ranks']} {row['recipe']:<10}"
+            return f"{what} {row.get('samples_per_s', 0):>8.0f} samples/s{_efficiency(row)}"
         case "samples_to_target":
-            share = "" if row["mean"] is None else f", efficiency {_bounded(row)}"
             reached = f"{row['target']:g} ({row['reached']}/{row['seeds']})"
-            what = f"{row['task']} {row['recipe']:<10} on {row['ranks']} to {reached}"
-            if row["samples_to_target"] is None:
-                return f"{what}: not reached in each{share}"
-            seconds = "" if row["seconds_to_target"] is None else f", {row['seconds_to_target']:.1f} s"
-            return f"{what}: {row['samples_to_target']:.0f} rows{seconds}{share}"
+            what = f"{row['task']} {row['link']:<5} {row['recipe']:<10} on {row['ranks']} to {reached}"
+            return f"{what}: {row['samples_to_target']} samples{_efficiency(row)}"
         case "window_prediction":
             once = "" if row["reduces_once"] else ", each reduced"
-            told, taken = 1000 * row["predicted_s"], 1000 * row["measured_s"]
             what = f"stage {row['zero_stage']}, {row['micro_batches']} micro-batches{once}"
-            return f"{row['link']:<5} {what:<40} {told:8.1f} ms told, {taken:8.1f} taken: {row['error']:+.1%}"
-        case "in_step":
-            return f"{row['task']} at {row['mbit']} Mbit/s, {row['loop']}, {row['kept']}: {_bounded(row)}"
-        case "loop_overhead_ratio":
-            asks = f"asking takes {1e6 * row['ask_s']:.0f} µs, and {1e6 * row['answer_s']:.0f} µs to the answer"
-            return f"loop on 2 ranks {_bounded(row)} of the plain one's (control ±{row['resolution']:.1%}); {asks}"
-        case "rank_fault":
-            named = f"rank named in {row['named']} of {row['tried']}"
-            return f"{row['kind']}: {row['median_s']:.2f} s to the end, {row['longest_s']:.2f} at the most; {named}"
-    return f"not measured: {row.get('link', '')} {row.get('why', '')}"
+            seconds = f"{1000 * row['predicted_s']:8.1f} ms predicted, {1000 * row['measured_s']:8.1f} measured"
+            return f"{row['link']:<5} {what:<40} {seconds}: {row['error']:+.1%}"
+    return f"not measured: {row['link']} {row['why']}"
 
 
-def _bounded(row: dict[str, Any]) -> str:
+def _efficiency(row: Row) -> str:
+    if row["mean"] is None:
+        return ""
     bounds = "" if row["low"] is None else f" ({row['low']:.3f} to {row['high']:.3f})"
-    return f"{row['mean']:.3f}{bounds}"
-
-
-PARTS = ("weights", "efficiency", "windows", "courses", "samples", "in_step", "overhead", "faults")
+    return f", efficiency {row['mean']:.3f}{bounds}"
 
 
 def main() -> None:
     """Print the rows."""
     parser = command.parser(__doc__)
     parser.add_argument("--links", nargs="+", default=("local", "slow"), choices=("local", "slow"))
-    parser.add_argument("--parts", nargs="+", default=None, choices=PARTS, help="all of them, or some")
+    parser.add_argument("--parts", nargs="+", default=None, choices=PARTS)
     parser.add_argument(
         "--tasks", nargs="+", default=tuple(MBIT), choices=tuple(MBIT), help="of efficiency and courses"
     )
-    parser.add_argument("--ranks", nargs="+", type=int, default=(1, 2), help="of efficiency")
-    parser.add_argument("--rounds", type=int, default=None, help="of jobs: 8, or 1 when quick")
-    parser.add_argument("--seeds", type=int, default=5, help="of courses to a loss")
-    parser.add_argument("--recipes", nargs="+", default=COURSES, choices=COURSES, help="of courses")
+    parser.add_argument("--rounds", type=int, default=None, help="of `trimtab scale`: 8, or 1 when quick")
+    parser.add_argument("--seeds", type=int, default=5, help="of courses")
     parser.add_argument("--mbit", type=int, default=None, help="of the slow link")
     options = parser.parse_args()
-    options.rounds = options.rounds or (1 if options.quick else 8)
-    options.parts = options.parts or (("weights", "overhead") if options.quick else PARTS)
     rows = []
     for row in measured(options):
         rows.append(row)
@@ -298,4 +351,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_job(*sys.argv[1:]) if "RANK" in os.environ else main()

@@ -46,10 +46,14 @@ def test_of_fewer_than_five_rounds_or_seeds_there_is_no_interval():
     from benchmarks import figures
     from benchmarks.scaling_figures import scaling
 
-    row = {"metric": "in_step", "task": "t", "mbit": 1, "loop": "ddp", "mean": 0.9, "low": 0.8, "high": 1.0, "n": 3}
-    rows = [row | {"kept": kept} for kept in ("in step", "over the link", "of in step")]
-    assert "| 0.900 | 0.900 | 0.900 |" in "\n".join(scaling(rows))
-    assert "0.900 (0.800 to 1.000, n=24)" in "\n".join(scaling([each | {"n": 24} for each in rows]))
+    row = {"metric": "samples_to_target", "target": 1.5, "recipe": "plan", "ranks": 2, "mbit": 1, "reached": 3}
+    row |= {"seeds": 3, "effective_batch": 8.0, "samples_to_target": 9.0, "seconds_to_target": 1.0}
+    row |= {"mean": 0.9, "low": 0.8, "high": 1.0, "n": 3}
+    assert "| 1.0 | 0.900 |" in "\n".join(scaling([row]))
+    assert "0.900 (0.800 to 1.000, n=24)" in "\n".join(scaling([row | {"n": 24}]))
+    step = {"metric": "in_step", "mean": 0.9, "low": 0.8, "high": 1.0, "n": 3}
+    assert "| 0.9 |  |  | 3 |" in "\n".join(scaling([step]))
+    assert "| 0.9 | 0.8 | 1 | 24 |" in "\n".join(scaling([step | {"n": 24}]))
     loss = {"easiest": 1.7, "target": 1.7, "policy": "goodput", "task": "t", "link": "local", "mean_k": 2.0}
     loss |= {
         "median_s": 1.0,
