@@ -6,12 +6,11 @@ additional kilowatt-hour. Figures of the two kinds are never added.
 
 from __future__ import annotations
 
-import bisect
 import csv
 import io
 import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,13 +43,19 @@ class Intensity:
 
     def __post_init__(self) -> None:
         validation.one_of("carbon.kind", self.kind, KINDS)
-        times = [time_s for time_s, _ in self.steps]
-        if not times or any(not a < b for a, b in zip(times, [*times[1:], self.until_s], strict=True)):
+        if not self.steps or any(not begin_s < end_s for begin_s, end_s, _ in self.spans()):
+            times = [time_s for time_s, _ in self.steps]
             raise ValueGivenError(
                 "carbon.steps", got=f"times {times!r:.80}", expected="at least one time, in ascending order"
             )
         for _, grams in self.steps:
             validation.number("carbon.g_per_kwh", grams, low=0)
+
+    def spans(self) -> Iterator[tuple[float, float, float]]:
+        """Yield begin, end and grams per kWh of every step."""
+        ends = (*(time_s for time_s, _ in self.steps[1:]), self.until_s)
+        for (begin_s, grams), end_s in zip(self.steps, ends, strict=True):
+            yield begin_s, end_s, grams
 
     def mean(self, begin_s: float, end_s: float) -> float:
         """Return the mean intensity between two times, in grams per kWh.
@@ -66,12 +71,10 @@ class Intensity:
                 expected=f"an interval within the known carbon intensity, {known}",
                 hint="Provide carbon intensity for the whole interval.",
             )
-        first = bisect.bisect_right([time_s for time_s, _ in self.steps], begin_s) - 1
         grams = 0.0
-        for index in range(first, len(self.steps)):
-            time_s, per_kwh = self.steps[index]
-            ends_s = self.steps[index + 1][0] if index + 1 < len(self.steps) else self.until_s
-            grams += per_kwh * max(0.0, min(end_s, ends_s) - max(begin_s, time_s))
+        for begins_s, ends_s, per_kwh in self.spans():
+            if begins_s < end_s and ends_s > begin_s:
+                grams += per_kwh * (min(end_s, ends_s) - max(begin_s, begins_s))
         return grams / (end_s - begin_s)
 
 

@@ -291,7 +291,8 @@ def downsides(
                 "if yesterday's carbon intensity repeats", grams_of(taken, yesterday), grams_of(at_once, yesterday)
             )
         )
-    return (*found, _worst(taken, at_once, _levels(forecast, now_s, end_s)))
+    levels = [grams for begin_s, until_s, grams in forecast.spans() if begin_s < end_s and until_s > now_s]
+    return (*found, _worst(taken, at_once, levels))
 
 
 def repeated_day(forecast: Intensity, now_s: float, until_s: float) -> Intensity | None:
@@ -299,10 +300,8 @@ def repeated_day(forecast: Intensity, now_s: float, until_s: float) -> Intensity
     begin_s = now_s - DAY_S
     if forecast.steps[0][0] > begin_s or forecast.until_s < now_s:
         return None
-    steps = list(forecast.steps)
-    ends = [time_s for time_s, _ in steps[1:]] + [forecast.until_s]
-    day = [(max(at, begin_s) - begin_s, g) for (at, g), end in zip(steps, ends, strict=True) if end > begin_s]
-    day = [(after_s, g) for after_s, g in day if after_s < DAY_S]
+    known = [(max(at, begin_s) - begin_s, g) for at, end, g in forecast.spans() if end > begin_s]
+    day = [(after_s, g) for after_s, g in known if after_s < DAY_S]
     num_days = int((until_s - now_s) / DAY_S) + 1
     repeated = tuple((now_s + DAY_S * which + after_s, g) for which in range(num_days) for after_s, g in day)
     return Intensity(forecast.kind, repeated, now_s + DAY_S * num_days)
@@ -325,11 +324,6 @@ def _worst(taken: Sequence[PowerDraw], at_once: Sequence[PowerDraw], levels: Seq
 
 def _watts(taken: Sequence[PowerDraw], moment_s: float) -> float:
     return math.fsum(draw.watts for draw in taken if draw.begin_s <= moment_s < draw.end_s)
-
-
-def _levels(forecast: Intensity, begin_s: float, end_s: float) -> list[float]:
-    ends = [time_s for time_s, _ in forecast.steps[1:]] + [forecast.until_s]
-    return [g for (at, g), end in zip(forecast.steps, ends, strict=True) if at < end_s and end > begin_s]
 
 
 # Least relative saving that justifies waiting: forecasts have larger errors.

@@ -14,8 +14,6 @@ from trimtab.core.errors import ValueGivenError
 from trimtab.core.hardware import Link
 from trimtab.core.parallelism import Parallelism, StepShape
 
-# Time of ring collectives, and a fit of the link from timed all-reduces.
-
 # Fraction of a published bandwidth that a ring reaches. NCCL assumes 20 of an NVLink's 25 GB/s on an A100, 20.6 of 25
 # on an H100 and 40.1 of 50 on a B200 (2.30, src/graph/topo.h); for networks the value is an assumption.
 REACHED = 0.8
@@ -73,7 +71,12 @@ def fit(points: Sequence[tuple[float, float]], ranks: int, name: str = "measured
             do not grow with size.
     """
     validation.integer("link.ranks", ranks, low=2)
-    _check(points)
+    sizes = {validation.number("link.points.bytes", size, low=1) for size, _ in points}
+    for _, seconds in points:
+        validation.number("link.points.seconds", seconds, low=1e-9)
+    if len(sizes) < MIN_SIZES or max(sizes) < 2 * min(sizes):
+        expected = f"at least {MIN_SIZES} sizes, the largest at least twice the smallest"
+        raise ValueGivenError("link.points", got=f"sizes {sorted(sizes)}", expected=expected)
     base_s, byte_s = _line(points)
     if byte_s <= 0:
         raise ValueGivenError(
@@ -87,15 +90,6 @@ def fit(points: Sequence[tuple[float, float]], ranks: int, name: str = "measured
     source = f"timed all-reduces of {ranks} ranks"
     link = Link(name, base_s / hops, hops / ranks / byte_s, source, calibrated=True, scatters=scatters)
     return LinkFit(link, max(abs(all_reduce_s(link, ranks, size) / seconds - 1) for size, seconds in points))
-
-
-def _check(points: Sequence[tuple[float, float]]) -> None:
-    sizes = {validation.number("link.points.bytes", size, low=1) for size, _ in points}
-    for _, seconds in points:
-        validation.number("link.points.seconds", seconds, low=1e-9)
-    if len(sizes) < MIN_SIZES or max(sizes) < 2 * min(sizes):
-        expected = f"at least {MIN_SIZES} sizes, the largest at least twice the smallest"
-        raise ValueGivenError("link.points", got=f"sizes {sorted(sizes)}", expected=expected)
 
 
 def _line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from trimtab.core.choice import Note
 from trimtab.core.errors import InfeasibleError, ValueGivenError
 from trimtab.core.objective import Budget, Objective
-from trimtab.core.plan import Choice, FrontPoint, MeasuredCost, Plan
+from trimtab.core.plan import Choice, MeasuredCost, Plan
 from trimtab.core.profile import Candidate, Profile, is_final
 from trimtab.core.units import format_bytes, format_joules, format_seconds
 from trimtab.planner import explain, search_space, selection
@@ -90,6 +90,8 @@ def _plan(
     decision = _decide(profile, found, objective, budget, rows)
     winner, reference = decision.winner, profile.reference_candidate
     told = explain.Explanations(profile, found, winner, decision.outcome, budget)
+    blocks = profile.recomputable_of(winner)
+    speed = None if decision.outcome is None else decision.outcome.speed
     weighs = objective.energy > 0
     counts = weighs or budget.energy is not None
 
@@ -109,7 +111,7 @@ def _plan(
         recompute=choice("recompute"),
         compiled=choice("compiled"),
         clip_norm=replace(Plan.clip_norm, value=profile.reference.clip_norm),
-        recompute_blocks=_blocks_of(profile, winner),
+        recompute_blocks=() if blocks is None or winner.recompute is None else blocks.blocks,
         check=profile.check,
         proof=profile.proof_of(winner),
         reference=profile.reference,
@@ -119,9 +121,9 @@ def _plan(
         seconds_margin=None if profile.trials else CostModel(profile).seconds_margin,
         predicted=_predicted(profile, winner),
         measured=_measured(profile, winner),
-        verified=_verified(decision.outcome),
+        verified=None if speed is None else (speed.low, speed.high),
         stands_between=None if weighs else search_space.stands_between(found, winner, reference),
-        front=tuple(_front_point(point) for point in search_space.front(found, with_energy=counts)),
+        front=tuple(point.shown for point in search_space.front(found, with_energy=counts)),
         meter=profile.meter,
         planning_s=profile.profiling_s,
         advice=advice_of(profile, _measured(profile, reference), _measured(profile, winner), winner),
@@ -262,16 +264,6 @@ def _infeasible(profile: Profile, found: Sequence[PricedCandidate], budget: Budg
     )
 
 
-def _blocks_of(profile: Profile, candidate: Candidate) -> tuple[str, ...]:
-    found = None if candidate.recompute is None else profile.recomputable_of(candidate)
-    return () if found is None else found.blocks
-
-
-def _verified(outcome: selection.FinalOutcome | None) -> tuple[float, float] | None:
-    speed = None if outcome is None else outcome.speed
-    return None if speed is None else (speed.low, speed.high)
-
-
 def _measured(profile: Profile, candidate: Candidate) -> MeasuredCost | None:
     """Return a candidate's cost as measured in its last final trial; without a final trial, in its first trial."""
     whole = [trial for trial in profile.trials if trial.is_whole and not trial.control]
@@ -291,9 +283,3 @@ def _predicted(profile: Profile, candidate: Candidate) -> MeasuredCost | None:
     if cost.step_s is None:
         return None
     return MeasuredCost(cost.step_s, told or cost.peak_bytes, model.between(cost.step_s), cost.energy_j)
-
-
-def _front_point(point: PricedCandidate) -> FrontPoint:
-    cost, settings = point.cost, point.candidate.describe()
-    why = point.refusal or Note("", "")
-    return FrontPoint(settings, cost.step_s or 0.0, cost.peak_bytes or 0, why.text, cost.energy_j, why.code)

@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from trimtab.core.choice import Note
+from trimtab.core.choice import FrontPoint, Note
 from trimtab.core.objective import Budget, Cost, Objective
 from trimtab.core.profile import SLICED, Candidate, Profile, is_final
 from trimtab.planner import recompute_candidates
@@ -48,6 +48,13 @@ class PricedCandidate:
     cost: PredictedCost
     refusal: Note | None = None
     has_failed: bool = False
+
+    @property
+    def shown(self) -> FrontPoint:
+        """The point as a plan's report shows it."""
+        cost, why = self.cost, self.refusal or Note("", "")
+        size = cost.peak_bytes or 0
+        return FrontPoint(self.candidate.describe(), cost.step_s or 0.0, size, why.text, cost.energy_j, why.code)
 
 
 def priced_candidates(profile: Profile, budget: Budget) -> tuple[PricedCandidate, ...]:
