@@ -275,30 +275,18 @@ def test_throughput_over_memory_to_the_letter():
     assert throughput_per_memory({1: (100.0, 100.0), 2: (50.0, 50.0)}) == 1
 
 
-@pytest.mark.parametrize(
-    "values",
-    [
-        {"policy": "best"},
-        {"k": 0},
-        {"k": 17},
-        {"k_max": 0},
-        {"k_max": 2.0},
-        {"theta": 0.0},
-        {"theta": math.nan},
-        {"min_windows": 1},
-        {"learning_rate": "cubic"},
-        {"policy": "paper"},
-        {"policy": "variance"},
-        {"policy": "variance", "sigma2_target": 0.0},
-        {"policy": "paper", "sigma2_target": 1.0, "allowed": (4, 32)},
-        {"allowed": (4, 8)},
-        {"learning_rate": "none"},
-        {"policy": "throughput_per_memory"},
-        {"policy": "throughput_per_memory", "trials": ((0, 1.0, 1.0),)},
-        {"policy": "throughput_per_memory", "trials": ((1, 1.0, 0.0),)},
-        {"trials": ((1, 1.0, 1.0),)},
-    ],
-)
+INVALID = {"policy": ["best", "paper", "variance", "throughput_per_memory"], "k": [0, 17], "k_max": [0, 2.0]}
+INVALID |= {"theta": [0.0, math.nan], "min_windows": [1], "learning_rate": ["cubic", "none"], "allowed": [(4, 8)]}
+INVALID |= {"trials": [((1, 1.0, 1.0),)]}
+BY_MEMORY = [{"policy": "throughput_per_memory", "trials": (trial,)} for trial in ((0, 1.0, 1.0), (1, 1.0, 0.0))]
+BY_VARIANCE = [
+    {"policy": "variance", "sigma2_target": 0.0},
+    {"policy": "paper", "sigma2_target": 1.0, "allowed": (4, 32)},
+]
+ALONE = [{name: value} for name, values in INVALID.items() for value in values]
+
+
+@pytest.mark.parametrize("values", [*ALONE, *BY_MEMORY, *BY_VARIANCE])
 def test_a_rule_that_cannot_be_is_refused(values):
     with raises(ValueGivenError, code="value.invalid"):
         BatchRule(**values)

@@ -1,4 +1,4 @@
-"""Links and the ways to share: what is refused at the door, and what the table of published figures has."""
+"""Links and devices: invalid values are refused, and the tables of published figures are found by name."""
 
 from __future__ import annotations
 
@@ -11,7 +11,17 @@ from hypothesis import strategies as st
 from raising import raises
 
 from trimtab.core.errors import ValueGivenError
-from trimtab.core.hardware import LINKS, USUAL, Link, absent_link, over_nodes, ring_link
+from trimtab.core.hardware import (
+    LINKS,
+    PEAKS,
+    USUAL,
+    DeviceSpec,
+    Link,
+    absent_link,
+    lookup_peaks,
+    over_nodes,
+    ring_link,
+)
 from trimtab.core.parallelism import Parallelism, StepShape
 from trimtab.core.serialization import from_json, to_json
 
@@ -19,25 +29,21 @@ LINK = Link("made up", 1e-5, 1e9, "made up")
 SHAPE = StepShape(1.0, 2.0, 0.5, (40, 80), (0.25, 0.75))
 
 
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("name", ""),
-        ("name", None),
-        ("source", ""),
-        ("latency_s", -1e-9),
-        ("latency_s", math.nan),
-        ("latency_s", "1"),
-        ("bytes_per_s", 0),
-        ("bytes_per_s", math.inf),
-        ("bytes_per_s", True),
-        ("calibrated", 1),
-        ("scatters", None),
-    ],
+REFUSED = (
+    (LINK, {"name": ["", None], "source": [""], "latency_s": [-1e-9, math.nan, "1"]}),
+    (LINK, {"bytes_per_s": [0, math.inf, True], "calibrated": [1], "scatters": [None]}),
+    (Parallelism(2), {"ranks": [0, 2.0], "zero_stage": [4, -1], "reduce_dtype": ["fp8"], "bucket_bytes": [0, 1e6]}),
+    (Parallelism(2), {"overlaps": [1], "reduces_once": [None], "gather_dtype": ["fp16", "bf16"]}),
+    (SHAPE, {"forward_s": [0.0], "backward_s": [-1.0, math.inf], "optimizer_s": [-1e-9], "num_tensors": [0]}),
+    (SHAPE, {"block_bytes": [(40, -1), (40, 0.5)], "block_shares": [(1.0,), (0.0, 0.0), (-0.5, 1.5), (math.nan, 1.0)]}),
 )
-def test_a_link_that_is_none_is_refused_by_field(field, value):
+CASES = [(valid, field, value) for valid, fields in REFUSED for field, values in fields.items() for value in values]
+
+
+@pytest.mark.parametrize(("valid", "field", "value"), CASES)
+def test_an_invalid_value_is_refused(valid, field, value):
     with raises(ValueGivenError, code="value.invalid"):
-        replace(LINK, **{field: value})
+        replace(valid, **{field: value})
 
 
 def test_each_row_says_where_it_stands_and_is_found_by_its_name():
@@ -50,19 +56,12 @@ def test_each_row_says_where_it_stands_and_is_found_by_its_name():
         assert 1e9 < link.bytes_per_s < 1e12
 
 
-@pytest.mark.parametrize(
-    ("device", "giga_bytes"),
-    [
-        ("NVIDIA A100-SXM4-80GB", 300),
-        ("A100 80GB", 300),
-        ("NVIDIA H100 80GB HBM3", 450),
-        ("H100 SXM", 450),
-        ("NVIDIA H200", 450),
-        ("nvidia b200", 900),
-    ],
-)
-def test_nvlink_is_the_device_s_own(device, giga_bytes):
-    assert absent_link("nvlink", device).bytes_per_s == giga_bytes * 1e9
+GIGA_BYTES = {"NVIDIA A100-SXM4-80GB": 300, "NVIDIA H100 80GB HBM3": 450, "H100 SXM": 450, "nvidia b200": 900}
+
+
+@pytest.mark.parametrize("device", GIGA_BYTES)
+def test_nvlink_is_the_device_s_own(device):
+    assert absent_link("nvlink", device).bytes_per_s == GIGA_BYTES[device] * 1e9
 
 
 @pytest.mark.parametrize(("name", "giga_bits"), [("ib", 400), ("ib:HDR", 200), ("ethernet", 100), ("Ethernet:25", 25)])
@@ -70,72 +69,17 @@ def test_a_network_is_the_usual_one_or_the_one_named(name, giga_bits):
     assert absent_link(name, "NVIDIA L4").bytes_per_s == giga_bits * 1e9 / 8
 
 
-def test_what_is_usual_is_in_the_table():
-    assert set(USUAL.values()) <= set(LINKS)
+WITHOUT_NVLINK = ("", "NVIDIA L4", "NVIDIA H100 PCIe", "NVIDIA A100-PCIE-40GB", "NVIDIA H100 NVL", "NVIDIA GH200 480GB")
+UNKNOWN = [*(("nvlink", device) for device in WITHOUT_NVLINK), ("nvlink:V100", "H100"), ("ib:FDR", "H100"), (None, "")]
 
 
-@pytest.mark.parametrize(
-    ("name", "device"),
-    [
-        ("nvlink", ""),
-        ("nvlink", "NVIDIA L4"),
-        ("nvlink", "NVIDIA H100 PCIe"),
-        ("nvlink", "NVIDIA A100-PCIE-40GB"),
-        ("nvlink", "NVIDIA H100 NVL"),
-        ("nvlink", "NVIDIA GH200 480GB"),
-        ("nvlink:V100", "H100"),
-        ("ib:FDR", "H100"),
-        ("", "H100"),
-        ("string", ""),
-        (None, ""),
-    ],
-)
+@pytest.mark.parametrize(("name", "device"), UNKNOWN)
 def test_what_the_table_lacks_is_refused_and_the_names_are_listed(name, device):
     with pytest.raises(ValueGivenError) as caught:
         absent_link(name, device)
     for known in (*LINKS, *USUAL, "nvlink (only with the devices A100, H100, H200, B200)"):
         assert known in caught.value.expected
     assert device in caught.value.got
-
-
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("ranks", 0),
-        ("ranks", 2.0),
-        ("zero_stage", 4),
-        ("zero_stage", -1),
-        ("reduce_dtype", "fp8"),
-        ("bucket_bytes", 0),
-        ("bucket_bytes", 1e6),
-        ("overlaps", 1),
-        ("reduces_once", None),
-    ],
-)
-def test_a_way_to_share_that_is_none_is_refused_by_field(field, value):
-    with raises(ValueGivenError, code="value.invalid"):
-        replace(Parallelism(2), **{field: value})
-
-
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("forward_s", 0.0),
-        ("backward_s", -1.0),
-        ("backward_s", math.inf),
-        ("optimizer_s", -1e-9),
-        ("num_tensors", 0),
-        ("block_bytes", (40, -1)),
-        ("block_bytes", (40, 0.5)),
-        ("block_shares", (1.0,)),
-        ("block_shares", (0.0, 0.0)),
-        ("block_shares", (-0.5, 1.5)),
-        ("block_shares", (math.nan, 1.0)),
-    ],
-)
-def test_a_step_that_is_none_is_refused_by_field(field, value):
-    with raises(ValueGivenError, code="value.invalid"):
-        replace(SHAPE, **{field: value})
 
 
 def test_a_step_has_a_block():
@@ -150,9 +94,7 @@ def test_shares_sum_to_one_and_are_read_back_as_written(shares):
     assert from_json(StepShape, to_json(shape)) == shape
 
 
-@pytest.mark.parametrize(
-    "value", [LINK, replace(LINK, calibrated=True), Parallelism(8, 2, "bf16", 2**20, False), SHAPE]
-)
+@pytest.mark.parametrize("value", [LINK, replace(LINK, calibrated=True), Parallelism(8, 3, gather_dtype="bf16"), SHAPE])
 def test_values_are_read_back_as_written(value):
     assert from_json(type(value), to_json(value)) == value
 
@@ -186,9 +128,53 @@ def test_a_link_that_names_no_nodes_is_that_of_the_table():
         ring_link("0 x nvlink + ib", "H100", 64)
 
 
-def test_parameters_that_no_rank_gathers_have_no_type_to_be_gathered_in():
-    assert Parallelism(2, 3, gather_dtype="bf16").gather_dtype == "bf16"
-    with raises(ValueGivenError, code="value.invalid", field="parallelism.gather_dtype"):
-        Parallelism(2, 3, gather_dtype="fp16")
-    with raises(ValueGivenError, code="value.invalid", field="parallelism.gather_dtype"):
-        Parallelism(2, 1, gather_dtype="bf16")
+# Published peaks of devices.
+
+ROWS = {"NVIDIA H100 80GB HBM3": "H100", "NVIDIA H100 PCIe": "H100 PCIe", "NVIDIA H200": "H200", "NVIDIA L4": "L4"}
+ROWS |= {"NVIDIA A100-SXM4-80GB": "A100 80GB", "NVIDIA A100-PCIE-40GB": "A100", "NVIDIA L40S": "L40S"}
+ROWS |= {"NVIDIA A100 80GB PCIe": "A100 80GB PCIe", "nvidia geforce rtx 3090": "RTX 3090", "RTX 4090": "RTX 4090"}
+OTHERS = ["", "Frobnicator 9000", "NVIDIA L40", "NVIDIA GH200 480GB", "NVIDIA H100 NVL", "NVIDIA GeForce RTX 3090 Ti"]
+OTHERS += ["NVIDIA GeForce RTX 4090 D", "NVIDIA GeForce RTX 4090 Laptop GPU", "NVIDIA A100-SXM4-40GB MIG 1g.5gb"]
+OTHERS += ["NVIDIA A10", "Tesla V100-SXM2-16GB", "AMD EPYC 9554 64-Core Processor"]
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_a_device_is_found_by_its_own_name(name):
+    assert lookup_peaks(name).match == ROWS[name]
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_a_device_outside_the_table_is_unknown(name):
+    assert lookup_peaks(name) is None
+
+
+@pytest.mark.parametrize("row", PEAKS, ids=lambda row: row.match)
+def test_figures_are_dense_and_in_base_units(row):
+    assert lookup_peaks(f"NVIDIA {row.match}") is row
+    assert "dense" in row.source
+    flops = row.flops
+    assert set(flops) == {"fp32", "tf32", "bf16", "fp16"}
+    assert flops["fp32"] <= flops["tf32"] < flops["bf16"] == flops["fp16"]
+    # A half-precision peak is twice the tf32 one on every tensor core; a sparse figure would be four times it.
+    assert flops["bf16"] == pytest.approx(2 * flops["tf32"], rel=0.02)
+    assert 1e13 < flops["fp32"] < 1e14
+    assert 1e11 < row.bandwidth_bytes_s < 1e13
+
+
+def test_the_figures_of_the_paper_s_device():
+    row = lookup_peaks("NVIDIA GeForce RTX 3090")
+    assert row is not None
+    assert (row.flops["bf16"], row.flops["fp32"], row.bandwidth_bytes_s) == (71e12, 35.6e12, 936e9)
+
+
+@given(st.floats(1e-3, 1), st.sampled_from(["fp32", "bf16"]))
+def test_utilisation_is_the_share_of_the_peak(share, precision):
+    device = DeviceSpec("x", "cuda", peak_flops={"fp32": 1e13, "bf16": 1e14})
+    assert device.utilisation(share * device.peak_flops[precision], precision) == pytest.approx(share)
+
+
+def test_utilisation_without_a_peak_is_unknown():
+    device = DeviceSpec("x", "cpu", peak_flops={"bf16": 0.0})
+    assert device.utilisation(1e9, "fp32") is None
+    assert device.utilisation(1e9, "bf16") is None
+    assert device.peak("tf32") is None

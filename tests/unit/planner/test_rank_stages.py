@@ -17,7 +17,7 @@ from trimtab.core.profile import Profile
 from trimtab.distributed.deepspeed_backend import config_of
 from trimtab.planner import zero_stage
 from trimtab.planner.plan_choice import choose_each
-from trimtab.planner.rank_profile import WAYS, RankPeakMemory, at_stage
+from trimtab.planner.rank_profile import WAYS, RankPeakMemory, profile_for_stage
 from trimtab.planner.zero_stage import StageCost, choose_stage, held_with, stages_text
 
 RANKS = 4
@@ -128,14 +128,6 @@ def test_on_a_slow_link_half_of_the_bytes_are_sent_where_the_model_is_replicated
     assert first.plan.reduce_dtype.value == "bf16"
     assert first.cost.exposed_s > 0
     assert plan.predicted.step_s == min(each.cost.total_s for each in found if isinstance(each, StageCost))
-
-
-def test_what_no_trace_tells_of_has_no_peak_at_a_stage():
-    profile = profile_of()
-    there = at_stage(profile, ())
-    assert there.traces == ()
-    assert all(trial.peak_bytes is None for trial in there.trials)
-    assert there.finals == ()
 
 
 def test_the_table_has_a_line_of_each_way():
@@ -299,3 +291,29 @@ def test_seconds_by_a_data_sheet_are_held_against_a_limit_with_their_margin(monk
         choose(profile_of(time=1.1))
     plan, _ = choose(profile_of(time=1.4))
     assert plan.predicted.step_s < 1.1
+
+
+def told(optimizer: str):
+    """Return a profile of a device that is not here: nothing was tried, and fused steps alone are traced."""
+    found = measured(Machine(fused_speed=10.0), device=replace(CPU, kind="cuda"), always=True, optimizer=optimizer)
+    plain = [each for each in found.traces if each.candidate.memory_layout == "keep"]
+    traces = dict.fromkeys(replace(each.candidate, fused_optimizer=True) for each in plain)
+    found = replace(found, trials=(), traces=tuple(replace(plain[0], candidate=each) for each in traces))
+    assert found.traces
+    return found
+
+
+@pytest.mark.parametrize(("optimizer", "fused"), [("AdamW", True), ("SGD", False)])
+@pytest.mark.parametrize("stage", [2, 3])
+def test_shards_of_a_device_that_is_not_here_have_no_fused_step_of_sgd(optimizer, fused, stage):
+    profile = told(optimizer)
+    found = profile_for_stage(profile, "torch", stage)
+    assert [each.candidate for each in found.traces] == [
+        replace(each.candidate, fused_optimizer=fused) for each in profile.traces
+    ]
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_replicas_of_one_do(stage):
+    profile = told("SGD")
+    assert profile_for_stage(profile, "torch", stage).traces == profile.traces

@@ -11,7 +11,7 @@ from trimtab.core.choice import Note
 from trimtab.core.objective import Budget, Objective, Reference
 from trimtab.core.profile import Candidate, Profile, Trial
 from trimtab.planner.selection import FinalOutcome, decide
-from trimtab.planner.trial_statistics import control_interval, is_free, reason_unfit, speed_ratio
+from trimtab.planner.trial_statistics import control_interval, is_free, reason_unfit
 
 REFERENCE = Candidate("fp32", "keep", False, 64)
 HALF = replace(REFERENCE, precision="bf16")
@@ -44,12 +44,6 @@ def decided(
 
 def winner(*rivals: Trial, **others: object) -> Candidate:
     return decided(*rivals, **others).winner.candidate
-
-
-def test_speed_is_paired_by_block():
-    drift = (1.0, 3.0, 0.5, 2.0, 1.0)
-    found = speed_ratio(micro(32, tuple(0.8 * d for d in drift), 1), micro(64, drift, 1))
-    assert (found.low, found.mean, found.high) == pytest.approx((1.25, 1.25, 1.25))
 
 
 def test_the_control_is_the_reference_against_itself():
