@@ -99,13 +99,6 @@ def test_more_noise_never_asks_for_less(trace, norm2, factor, rows, policy):
     assert decide(rule, more).wanted >= decide(rule, standing).wanted * (1 - 1e-12)
 
 
-@given(positive, st.floats(0, 1e3), st.floats(1, 1e3))
-def test_a_longer_fixed_part_never_asks_for_less(micro_s, fixed_s, factor):
-    few = replace(STANDING, times=StepTimes(micro_s, fixed_s))
-    more = replace(STANDING, times=StepTimes(micro_s, fixed_s * factor))
-    assert decide(rule_of("goodput"), more).k >= decide(rule_of("goodput"), few).k
-
-
 @given(st.integers(1, 64), positive, positive, st.booleans())
 def test_goodput_settles_at_the_best_whole_k(start, scale, fixed_s, normalises):
     """From anywhere, step by step: to where no other k is worth a change."""

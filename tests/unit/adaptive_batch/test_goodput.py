@@ -32,13 +32,6 @@ def test_more_noise_or_more_of_a_fixed_part_never_asks_for_less(scale, fixed_s, 
     assert best(scale, fixed_s * factor) >= best(scale, fixed_s) * (1 - 1e-12)
 
 
-@given(positive, st.floats(0, 1))
-def test_an_optimizer_that_normalises_is_asked_for_no_less(scale, share):
-    """But where a window's fixed part is so long that it asks for many noise scales of either."""
-    times = StepTimes(1.0, share * 0.6 * scale / 8.0)
-    assert goodput_k(scale, 8.0, times, normalises=True) >= goodput_k(scale, 8.0, times) * (1 - 1e-12)
-
-
 @given(st.floats(0, 1e3), st.floats(1, 100), kinds)
 def test_a_larger_window_never_needs_fewer_rows(scales, factor, normalises):
     few, many = (rows_needed(each, normalises=normalises) for each in (scales, scales * factor))

@@ -52,18 +52,6 @@ def test_a_windows_estimates_are_unbiased(rows, uneven_terms):
         assert half < 0.2 * truth
 
 
-def test_the_unweighted_form_would_be_wrong_on_uneven_sizes():
-    """So that the test above can fail: dividing by K - 1 what is not weighted."""
-    rng = numpy.random.default_rng(0)
-    values = []
-    for _ in range(4000):
-        means, _, rows = window_of(rng, (1, 2, 3, 10))
-        mean = sum(means) / len(means)
-        values.append(sum(((g - mean) ** 2).sum() for g in means) / (len(means) - 1) * rows.mean())
-    mean, half = interval(values)
-    assert mean - half > 1.5 * TRACE
-
-
 @pytest.mark.parametrize("rows", [(4,) * 8, (3, 5, 4, 2)])
 def test_partial_sums_agree_with_the_exact_estimates(rows):
     rng = numpy.random.default_rng(1)

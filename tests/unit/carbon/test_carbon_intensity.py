@@ -25,7 +25,6 @@ from trimtab.carbon.services import (
     forecast_or_reason,
     json_of,
     known_around,
-    named,
     source_named,
 )
 from trimtab.core.errors import DataMissingError, TrimtabError, ValueGivenError
@@ -399,21 +398,6 @@ def test_offline_nothing_is_fetched(service, monkeypatch):
 # What a command names.
 
 
-@pytest.mark.parametrize(
-    ("given", "kind", "code", "field"),
-    [
-        ("350", None, "carbon.kind_missing", "carbon.kind"),
-        ("350", "mean", "value.invalid", "carbon.kind"),
-        ("-5", "average", "value.invalid", "carbon.g_per_kwh"),
-        ("nan", "average", "value.invalid", "carbon.g_per_kwh"),
-        ("no.csv", "average", "intensity.unreadable", "intensity"),
-    ],
-)
-def test_what_a_command_cannot_mean_is_refused(given, kind, code, field):
-    with raises(TrimtabError, code=code, field=field):
-        named(given, kind).forecast(0.0)
-
-
 def test_a_source_is_named_by_a_command(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "hours").write_text("")
@@ -433,8 +417,12 @@ def test_a_source_is_named_by_a_command(tmp_path, monkeypatch):
         ("watttime:", None, "carbon.source_unknown"),
         ("great-britain", "marginal", "carbon.kind_differs"),
         ("350", None, "carbon.kind_missing"),
+        ("350", "mean", "value.invalid"),
+        ("-5", "average", "value.invalid"),
+        ("nan", "average", "value.invalid"),
+        ("no.csv", "average", "intensity.unreadable"),
     ],
 )
 def test_a_source_that_is_none_is_refused(given, kind, code):
-    with raises(ValueGivenError, code=code):
-        source_named(given, kind)
+    with raises(TrimtabError, code=code):
+        source_named(given, kind).forecast(0.0)

@@ -7,6 +7,7 @@ import errno
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -253,39 +254,34 @@ def test_what_is_no_object_is_refused_by_its_path(whole, path, keys, cls, wrong)
     assert refused(type(whole), tree).field == path
 
 
-@pytest.mark.parametrize(
-    ("whole", "keys", "wrong", "path"),
-    [
-        (PLAN, ("batch_size",), 8.0, "Plan.batch_size"),
-        (PLAN, ("batch_size",), True, "Plan.batch_size"),
-        (PLAN, ("batch_size",), None, "Plan.batch_size"),
-        (PLAN, ("planning_s",), "12", "Plan.planning_s"),
-        (PLAN, ("planning_s",), False, "Plan.planning_s"),
-        (PLAN, ("planning_s",), 10**400, "Plan.planning_s"),
-        (PLAN, ("advice",), "one", "Plan.advice"),
-        (PLAN, ("advice",), [1], "Plan.advice[0]"),
-        (PLAN, ("micro_batch", "rejected", 0, "code"), 9, "Plan.micro_batch.rejected[0].code"),
-        (PLAN, ("micro_batch", "effect"), "fuzzy", "Plan.micro_batch.effect"),
-        (PLAN, ("micro_batch", "changed"), 1, "Plan.micro_batch.changed"),
-        (PLAN, ("micro_batch", "value"), [4], "Plan.micro_batch.value"),
-        (PLAN, ("micro_batch", "rejected", 0, "reason"), 9, "Plan.micro_batch.rejected[0].reason"),
-        (PLAN, ("baseline", "peak_bytes"), "1 GB", "Plan.baseline.peak_bytes"),
-        (PLAN, ("schema",), 1, "plan.schema"),
-        (PLAN, ("meter", "provenance"), "guessed", "Plan.meter.provenance"),
-        (PROFILE, ("schema",), 0, "profile.schema"),
-        (PROFILE, ("device", "peak_flops", "fp32"), "fast", "Profile.device.peak_flops.fp32"),
-        (PROFILE, ("device", "peak_flops"), [], "Profile.device.peak_flops"),
-        (PROFILE, ("environment", "torch"), 2.13, "Profile.environment.torch"),
-        (PROFILE, ("trials", 0, "block_s", 1), None, "Profile.trials[0].block_s[1]"),
-        (RECORD, ("steps", 1, "loss"), "2.2", "RunRecord.steps[1].loss"),
-        (RECORD, ("steps", 1, "loss"), "Infinity", "RunRecord.steps[1].loss"),
-    ],
-    ids=str,
-)
-def test_wrong_type_is_refused_by_its_path(whole, keys, wrong, path):
+WRONG = [
+    *((PLAN, "batch_size", wrong) for wrong in (8.0, True, None)),
+    *((PLAN, "planning_s", wrong) for wrong in ("12", False, 10**400)),
+    *((PLAN, path, wrong) for path, wrong in (("advice", "one"), ("advice[0]", 1), ("micro_batch.changed", 1))),
+    *((PLAN, f"micro_batch.{name}", wrong) for name, wrong in (("effect", "fuzzy"), ("value", [4]), ("rejected", 9))),
+    *((PLAN, f"micro_batch.rejected[0].{name}", 9) for name in ("code", "reason")),
+    *((PLAN, path, "guessed") for path in ("baseline.peak_bytes", "meter.provenance")),
+    *((PROFILE, "device.peak_flops", wrong) for wrong in ([], 1)),
+    *((PROFILE, path, wrong) for path, wrong in (("environment.torch", 2.13), ("trials[0].block_s[1]", None))),
+    *((RECORD, "steps[1].loss", wrong) for wrong in ("2.2", "Infinity")),
+]
+
+
+@pytest.mark.parametrize(("whole", "path", "wrong"), WRONG, ids=str)
+def test_wrong_type_is_refused_by_its_path(whole, path, wrong):
     tree = to_jsonable(whole)
-    down(tree, keys[:-1])[keys[-1]] = wrong
-    assert refused(type(whole), tree).field == path
+    *keys, last = [int(key) if key.isdigit() else key for key in re.findall(r"\w+", path)]
+    at = down(tree, keys)
+    if isinstance(at, list) and last == len(at):
+        at.append(wrong)
+    else:
+        at[last] = wrong
+    assert refused(type(whole), tree).field == f"{type(whole).__name__}.{path}"
+
+
+def test_another_schema_is_refused():
+    for whole, field in ((PLAN, "plan.schema"), (PROFILE, "profile.schema")):
+        assert refused(type(whole), to_jsonable(whole) | {"schema": 1}).field == field
 
 
 @pytest.mark.parametrize(

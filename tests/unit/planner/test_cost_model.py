@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import replace
 
 import pytest
@@ -12,7 +11,7 @@ from simulated_machine import HEAD, MIB, Machine, measured
 
 from trimtab.core.memory_model import PeakMemoryModel
 from trimtab.core.objective import Budget, Objective
-from trimtab.core.profile import Candidate, Profile
+from trimtab.core.profile import Candidate
 from trimtab.planner.cost_model import CONVOLUTIONS, MARGIN, CostModel
 from trimtab.planner.search_space import priced_candidates
 
@@ -159,12 +158,3 @@ def test_a_batch_that_is_free_holds_gradients_beside_a_forward():
     kept, freed = (replace(profile, traces=traces, adapts_batch_size=frees) for frees in (False, True))
     assert CostModel(kept).predict(REFERENCE).peak_bytes < CostModel(freed).predict(REFERENCE).peak_bytes
     assert CostModel(freed).predict(REFERENCE).peak_bytes >= 900 * MIB
-
-
-@settings(max_examples=15)
-@given(st.floats(0.0, 0.5), st.sampled_from([True, False]))
-def test_smaller_slices_never_take_more_memory(split_s, traces):
-    profile: Profile = measured(Machine(split_s=split_s, traces=traces), objective=MEMORY)
-    model = CostModel(profile)
-    peaks = [model.predict(replace(REFERENCE, micro_batch=rows)).peak_bytes for rows in (64, 16)]
-    assert all(larger > smaller for larger, smaller in itertools.pairwise(peaks))

@@ -90,16 +90,6 @@ def test_what_is_not_is_sent_as_by_default_for_that_reason(theirs, control, code
     assert kept.reduce_dtype.rejected[0].code == "dry_run.no_gain"
 
 
-@pytest.mark.parametrize("pairs", [1, 2, 4, 5])
-def test_an_interval_is_said_where_a_verdict_can_be_reached(pairs):
-    plan = wanted()
-    kept = plan_for_gradients(plan, by_default(plan), [[0.5] * pairs, EVEN[:pairs], EVEN[:pairs]])
-    assert f"{pairs} pairs of blocks" in kept.reduce_dtype.reason
-    assert ("95%" in kept.reduce_dtype.reason) == (pairs == 5)
-    assert "inf" not in kept.reduce_dtype.reason
-    assert kept.reduce_dtype.value == ("bf16" if pairs == 5 else "fp32")
-
-
 # Which stage.
 
 

@@ -176,14 +176,6 @@ def test_a_limit_on_joules_whose_meter_was_lost_is_told_as_such():
         assert why in caught.value.problem
 
 
-def test_an_estimate_says_so_in_the_page():
-    given = MeterFacts(Provenance.ESTIMATED, ("300 W, as given",))
-    profile = replace(measured(machine(), objective=BY_BOTH, can_retain=False), meter=given)
-    lines = [line for line in str(choose(profile, BY_BOTH, Budget())).splitlines() if ", energy " in line]
-    assert lines
-    assert all(line.endswith("J (estimated)") for line in lines)
-
-
 @pytest.mark.parametrize("objective", [BY_ENERGY, BY_BOTH])
 def test_the_loop_stays_where_its_own_meter_was_lost(objective):
     profile = final_of(objective, own_w=None, half_w=50.0)

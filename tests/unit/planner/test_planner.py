@@ -48,14 +48,6 @@ def test_clear_gains_are_taken_with_their_figures():
     assert f"not fp32: {reasons_against(plan, 'precision')['fp32']}" in text
 
 
-def test_a_gain_inside_the_noise_is_declined_with_its_reason():
-    plan = planned(Machine(speed={"bf16": 1.04}, noise=0.05, seed=0), check=REFUSED, can_retain=False)
-    assert plan.changes == ()
-    assert plan.precision.code == "trial.no_gain"
-    assert codes_against(plan, "precision")["bf16"] == "trial.no_gain"
-    assert "A/A control" in reasons_against(plan, "precision")["bf16"]
-
-
 def kept_precision(bf16, control) -> Choice:
     """Return the reason for keeping fp32 where bf16 took these seconds in the final; the control resolves about 3%."""
     whole = Candidate("fp32", "keep", False, 64)
@@ -259,13 +251,6 @@ def test_the_final_decides_and_not_what_was_promised(later, kept):
     assert plan.predicted.step_s == pytest.approx(0.5 if kept else 1.0)
 
 
-def test_memory_that_is_weighed_against_time_is_bought_with_it():
-    plan = planned(Machine(split_s=0.05), objective=Objective(time=1, memory=1), can_retain=False)
-    assert plan.changes == ("micro_batch",)
-    assert plan.measured.step_s > plan.baseline.step_s
-    assert plan.measured.peak_bytes < 0.6 * plan.baseline.peak_bytes
-
-
 def test_a_winner_that_fails_in_the_final_is_taken_back():
     machine = Machine(
         speed={"bf16": 2.0}, fails=lambda stage, c: "it died" if stage == "final" and c.precision == "bf16" else None
@@ -297,12 +282,6 @@ def test_a_chunked_head_is_chosen_for_its_speed_or_its_memory():
     assert "0.769x the speed" in reasons_against(slow, "loss_chunk")[1024]
 
 
-def test_a_tight_budget_takes_a_chunked_head_before_smaller_slices():
-    machine = Machine(head_saves={2048: 0.3, 1024: 0.5}, head_speed={2048: 0.98, 1024: 0.95}, split_s=0.2)
-    plan = planned(machine, budget=Budget(memory=400 * MIB), can_retain=False, **HEAD)
-    assert (plan.loss_chunk.value, plan.micro_batch.value) == (1024, 64)
-
-
 @pytest.mark.parametrize(
     ("speed", "total_steps", "compile_s", "code", "figures"),
     [
@@ -319,13 +298,6 @@ def test_a_model_is_compiled_where_that_saves_twice_what_it_takes(speed, total_s
     assert plan.changes == (("compiled",) if code == "trial.faster" else ())
     (found,) = [each for each in (plan.compiled, *plan.compiled.rejected) if each.code == code]
     assert all(figure in found.reason for figure in figures), found.reason
-
-
-def test_a_model_that_does_not_compile_is_trained_as_it_is():
-    machine = Machine(fails=lambda stage, c: "no compiler" if c.compiled else None)
-    plan = planned(machine, total_steps=10_000)
-    assert not plan.compiled.changed
-    assert reasons_against(plan, "compiled") == {True: "no compiler"}
 
 
 def test_the_front_holds_whoever_nobody_beats():

@@ -113,11 +113,3 @@ def test_ending_early_orders_as_surely_as_all_laps(times, noise):
     assert regret_of(early) <= regret_of(all_laps) + 0.004
     is_plain = min(times) < 0.91 * sorted(times)[1]
     assert not is_plain or sum(laps for _, laps in early) / STAGES < 0.55 * LAPS
-
-
-def test_as_few_laps_for_all_would_not():
-    """Those that are near one another are looked at for longer."""
-    times, rng = CASES["images with bf16"], random.Random(3)
-    early = [simulate(times, 0.07, rng, ends_early=True) for _ in range(STAGES)]
-    few = [simulate(times, 0.07, rng, round(sum(laps for _, laps in early) / STAGES)) for _ in range(STAGES)]
-    assert regret_of(early) < 0.7 * regret_of(few)
