@@ -11,9 +11,25 @@ from hypothesis import strategies as st
 from raising import raises
 
 from trimtab.core.errors import ValueGivenError
-from trimtab.core.hardware import Link
+from trimtab.core.hardware import LINKS, Link
 from trimtab.core.parallelism import Parallelism, StepShape
-from trimtab.planner.communication_cost import WindowCost, all_gather_s, window_s
+from trimtab.planner.communication_cost import (
+    BUCKET_BYTES,
+    FIRST_BYTES,
+    MOST_BUCKETS,
+    REACHED,
+    BlockTimes,
+    WindowCost,
+    all_gather_s,
+    all_reduce_s,
+    broadcast_s,
+    bucket_sizes,
+    fit,
+    reduce_scatter_s,
+    spent_on_blocks,
+    spent_on_buckets,
+    window_s,
+)
 
 MIB = 2**20
 
@@ -176,3 +192,219 @@ def test_what_is_not_trained_is_gathered_and_not_reduced():
     )
     with raises(ValueGivenError, code="value.invalid", field="step.gathered_bytes"):
         replace(whole, gathered_bytes=(1,))
+
+
+# Collectives, and the link from timed all-reduces.
+
+
+COLLECTIVES = (all_reduce_s, reduce_scatter_s, all_gather_s, broadcast_s)
+
+
+sizes_of_one = st.floats(1, 1e12)
+
+
+def test_collectives_by_hand():
+    """4 ranks, 1 ms a hop, 1 GB/s, 8 MB: pieces of 2 MB take 2 ms."""
+    link = link_of(1e-3, 1e9)
+    assert all_reduce_s(link, 4, 8e6) == pytest.approx(6 * 3e-3)
+    assert reduce_scatter_s(link, 4, 8e6) == pytest.approx(3 * 3e-3)
+    assert all_gather_s(link, 4, 8e6) == pytest.approx(3 * 3e-3)
+    assert broadcast_s(link, 4, 8e6) == pytest.approx(3e-3 + 8e-3)
+
+
+def test_a_published_bandwidth_is_reached_in_part():
+    link = LINKS["nvlink:H100"]
+    measured = replace(link, bytes_per_s=REACHED * link.bytes_per_s, calibrated=True)
+    for collective in COLLECTIVES:
+        assert collective(link, 8, 1e9) == pytest.approx(collective(measured, 8, 1e9))
+    # 2 * 7/8 GB at 360 GB/s, and 14 hops of 3.4 us.
+    assert all_reduce_s(link, 8, 1e9) == pytest.approx(1.75 / 360 + 14 * 3.4e-6)
+
+
+@given(links, st.integers(1, 64), sizes_of_one)
+def test_a_link_that_does_not_scatter_reduces_all(link, ranks, size):
+    gloo = replace(link, scatters=False)
+    assert reduce_scatter_s(gloo, ranks, size) == all_reduce_s(link, ranks, size)
+    assert all_gather_s(gloo, ranks, size) == all_gather_s(link, ranks, size)
+
+
+@pytest.mark.parametrize("collective", COLLECTIVES)
+def test_no_bytes_take_no_hop(collective):
+    assert collective(link_of(1.0, 1.0), 4, 0) == 0.0
+
+
+# A link from timed all-reduces.
+
+SIZES = [2**power for power in range(8, 29, 4)]
+
+
+def timed(link: Link, ranks: int, sizes=SIZES) -> list[tuple[float, float]]:
+    return [(size, all_reduce_s(link, ranks, size)) for size in sizes]
+
+
+@given(st.floats(1e-6, 1e-3), st.floats(1e8, 1e12), st.integers(2, 64))
+def test_a_fit_finds_the_link_that_was_planted(latency_s, bytes_per_s, ranks):
+    found, miss = fit(timed(link_of(latency_s, bytes_per_s), ranks), ranks, name="gloo", scatters=False)
+    assert found.calibrated
+    assert not found.scatters
+    assert found.name == "gloo"
+    assert f"{ranks} ranks" in found.source
+    assert miss < 1e-6
+    largest = SIZES[-1] / ranks / bytes_per_s
+    assert found.latency_s == pytest.approx(latency_s, rel=1e-6, abs=1e-9 * largest)
+    assert found.bytes_per_s == pytest.approx(bytes_per_s, rel=1e-6, abs=1e-6 * SIZES[-1] / latency_s)
+
+
+@given(st.floats(1e-6, 1e-3), st.floats(1e8, 1e11), st.lists(st.floats(-0.1, 0.1), min_size=6, max_size=6))
+def test_a_fit_of_disturbed_times_says_by_how_much_it_misses_them(latency_s, bytes_per_s, noise):
+    points = [(n, s * (1 + off)) for (n, s), off in zip(timed(link_of(latency_s, bytes_per_s), 4), noise, strict=True)]
+    found, miss = fit(points, 4)
+    off = [all_reduce_s(found, 4, size) / seconds - 1 for size, seconds in points]
+    assert miss == pytest.approx(max(map(abs, off)))
+    # The planted link is one of those that least squares chose from.
+    assert math.hypot(*off) <= math.hypot(*(1 / (1 + each) - 1 for each in noise)) + 1e-9
+
+
+def test_small_and_large_sizes_count_alike():
+    """Of absolute errors the two small times, of 2 us and less, would move nothing."""
+    points = [(1e3, 1.1e-6), (2e3, 2.1e-6), (1e9, 1.0), (2e9, 2.0)]
+    found, miss = fit(points, 2)
+    assert miss < 0.06
+    assert 2 * found.latency_s == pytest.approx(1e-7, rel=0.2)
+
+
+def test_a_latency_is_never_below_zero():
+    found, _ = fit([(1e6, 0.9e-3), (2e6, 2e-3), (4e6, 4.2e-3)], 2)
+    assert found.latency_s == 0.0
+    assert found.bytes_per_s == pytest.approx(1e9, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("points", "ranks", "field", "code"),
+    [
+        ([], 2, "link.points", "value.invalid"),
+        ([(1e3, 1e-3), (1e6, 1e-2)], 2, "link.points", "value.invalid"),
+        ([(1e3, 1e-3), (1e3, 1.1e-3), (1e6, 1e-2)], 2, "link.points", "value.invalid"),
+        ([(1000, 1e-3), (1001, 1e-3), (1002, 1e-3)], 2, "link.points", "value.invalid"),
+        ([(1e3, 1e-3), (1e5, 1e-3), (1e6, 1e-3)], 2, "link.points", "link.no_bandwidth"),
+        ([(1e3, 3e-3), (1e5, 2e-3), (1e6, 1e-3)], 2, "link.points", "link.no_bandwidth"),
+        ([(1e3, 0.0), (1e5, 2e-3), (1e6, 4e-3)], 2, "link.points.seconds", "value.invalid"),
+        ([(1e3, math.nan), (1e5, 2e-3), (1e6, 4e-3)], 2, "link.points.seconds", "value.invalid"),
+        ([(0, 1e-3), (1e5, 2e-3), (1e6, 4e-3)], 2, "link.points.bytes", "value.invalid"),
+        ([(1e3, 1e-3), (1e5, 2e-3), (1e6, 4e-3)], 1, "link.ranks", "value.invalid"),
+    ],
+)
+def test_times_that_tell_no_link_are_refused(points, ranks, field, code):
+    with raises(ValueGivenError, code=code, field=field):
+        fit(points, ranks)
+
+
+# Overlap, as torch cuts its buckets, and against a clock that ticks.
+
+
+@given(st.integers(0, 2**40), st.none() | st.integers(1, 2**33))
+def test_buckets_hold_all_bytes_and_are_no_more_than_tensors_could_be(num_bytes, bucket_bytes):
+    sizes = bucket_sizes(num_bytes, bucket_bytes)
+    assert sum(sizes) == num_bytes
+    assert all(sizes)
+    assert len(sizes) <= MOST_BUCKETS + 2
+
+
+@pytest.mark.parametrize("bucket_bytes", [None, 4 * MIB, 25 * MIB])
+def test_buckets_are_those_of_torch_for_tensors_that_fill_them(bucket_bytes):
+    import torch
+    import torch.distributed as dist
+
+    tensors = [torch.empty(MIB // 4, device="meta") for _ in range(60)]
+    limits = [FIRST_BYTES, BUCKET_BYTES] if bucket_bytes is None else [bucket_bytes]
+    assert FIRST_BYTES == dist._DEFAULT_FIRST_BUCKET_BYTES
+    indices, _ = dist._compute_bucket_assignment_by_size(tensors, limits)
+    assert bucket_sizes(60 * MIB, bucket_bytes) == [MIB * len(each) for each in indices]
+
+
+def by_ticks_of_buckets(blocks, cap: int, latency: int) -> tuple[int, int]:
+    """Tick a backward byte by byte: (bytes, ticks a byte) of each block, in the order they run in; two ranks.
+
+    A bucket of n bytes takes 2 latency + n ticks on a link of a byte a tick.
+    """
+    left = [takes for size, takes in blocks for _ in range(size)]
+    compute, channel, total = sum(left), 0, 0
+    filling, waiting = 0, []
+    clock = 0
+    while left or filling or waiting or channel:
+        if not channel and waiting:
+            channel = 2 * latency + waiting.pop(0)
+            total += channel
+        clock += 1
+        channel -= channel > 0
+        if left:
+            left[0] -= 1
+            if not left[0]:
+                left.pop(0)
+                filling += 1
+        if filling and (filling == cap or not left):
+            waiting.append(filling)
+            filling = 0
+    return clock - compute, total
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 9), st.integers(1, 6)), min_size=1, max_size=6).filter(
+        lambda blocks: any(size for size, _ in blocks)
+    ),
+    st.integers(1, 12),
+    st.integers(0, 5),
+)
+def test_buckets_against_a_clock_that_ticks(blocks, cap, latency):
+    forwards = [*reversed(blocks)]
+    ticks = [size * takes for size, takes in forwards]
+    shape = StepShape(1.0, sum(ticks), 0.0, tuple(size for size, _ in forwards), tuple(ticks))
+    found = spent_on_buckets(Parallelism(2, bucket_bytes=cap), link_of(latency, 1.0), shape)
+    assert found == pytest.approx(by_ticks_of_buckets(blocks, cap, latency))
+
+
+# Sharded blocks.
+
+
+def by_ticks_of_blocks(blocks) -> tuple[int, int]:
+    """Tick a pass of (compute, gather, reduce) ticks a block, by what may begin when; one collective at a time."""
+    num = len(blocks)
+    # Collectives in the order they are asked for: the first gather, then the next one's gather before each reduction.
+    queue = [("gather", 0)]
+    for index in range(num):
+        queue += [("gather", index + 1)] * (index + 1 < num) + [("reduce", index)]
+    takes = {("compute", i): blocks[i][0] for i in range(num)}
+    takes |= {("gather", i): blocks[i][1] for i in range(num)} | {("reduce", i): blocks[i][2] for i in range(num)}
+    queue = [each for each in queue if takes[each]]
+    begun, ended = {}, {each: 0 for each, ticks in takes.items() if each[0] != "compute" and not ticks}
+
+    def may_begin(work) -> bool:
+        kind, index = work
+        if kind == "gather":
+            return index == 0 or ("compute", index - 1) in begun
+        before = [("reduce", i) for i in range(index) if takes["reduce", i]]
+        if kind == "reduce":
+            return ("compute", index) in ended
+        # The block before waited, with its gradients in hand, until the last buffer before its own was free again.
+        is_free = index == 0 or not takes["reduce", index - 1] or all(each in ended for each in before[:-1])
+        return is_free and ("gather", index) in ended and (index == 0 or ("compute", index - 1) in ended)
+
+    clock = 0
+    computing = [("compute", i) for i in range(num)]
+    while len(ended) < len(takes):
+        for works in (computing, queue):
+            if works and works[0] not in begun and may_begin(works[0]):
+                begun[works[0]] = clock
+        for works in (queue,):  # a collective may wait for a block that began in this very tick
+            if works and works[0] not in begun and may_begin(works[0]):
+                begun[works[0]] = clock
+        clock += 1
+        for works in (computing, queue):
+            if works and works[0] in begun and begun[works[0]] + takes[works[0]] == clock:
+                ended[works.pop(0)] = clock
+    return clock - sum(c for c, _, _ in blocks), sum(g + r for _, g, r in blocks)
+
+
+@given(st.lists(st.tuples(st.integers(1, 9), st.integers(0, 9), st.integers(0, 9)), min_size=1, max_size=8))
+def test_blocks_against_a_clock_that_ticks(blocks):
+    assert spent_on_blocks([BlockTimes(*each) for each in blocks]) == pytest.approx(by_ticks_of_blocks(blocks))
