@@ -68,8 +68,6 @@ def write(
     After any error, including an error from `fill`, existing files are unchanged.
 
     Args:
-        parent: Existing directory for the new folder.
-        name: Name of the new folder.
         fill: Writes the files into the temporary folder, whose path is the argument.
         about: JSON-serializable metadata for the manifest; must contain `step`.
         last: Called with the commit function, which syncs all files and renames the folder. The commit can take long,
@@ -136,17 +134,12 @@ def _reason(error: OSError) -> str:
 
 @contextlib.contextmanager
 def _temporary(final: Path) -> Iterator[Path]:
-    """Create a locked temporary directory next to `final`; it is deleted if the block raises.
-
-    The lock shows other processes (see `delete_temporary_files`) a live writer.
-    """
+    """Create a locked temporary directory next to `final`; it is deleted if the block raises."""
     beside, descriptor = set_apart(final), None
     beside.mkdir()
     try:
         descriptor = os.open(beside, os.O_RDONLY | os.O_CLOEXEC)
-        with contextlib.suppress(
-            OSError
-        ):  # on a file system without locks, `delete_temporary_files` never deletes the folder
+        with contextlib.suppress(OSError):  # without locks, `delete_temporary_files` never deletes the folder
             try_lock(descriptor)
         yield beside
     except BaseException:
@@ -183,10 +176,7 @@ def write_manifest(folder: Path, about: Mapping[str, Any]) -> Manifest:
 
 
 def _synced(path: Path, pool: ThreadPoolExecutor, disk: ThreadPoolExecutor) -> FileEntry:
-    """Sync a file and return its size and checksums.
-
-    The checksums are computed while fsync waits for the disk in another thread.
-    """
+    """Sync a file and return its size and checksums."""
     descriptor, size = open_file(path)
     try:
         under_way = disk.submit(os.fsync, descriptor)
@@ -201,7 +191,6 @@ def verify(folder: Path, rooms: Rooms = lambda name, descriptor, size: None) -> 
     """Read all bytes of a folder, compare the checksums and return the manifest.
 
     Args:
-        folder: Committed folder.
         rooms: Returns the memory in which a file's bytes are stored during the check, or None. The contents are valid
             only after this function has returned.
 
@@ -212,11 +201,12 @@ def verify(folder: Path, rooms: Rooms = lambda name, descriptor, size: None) -> 
         OutOfReach: A file is temporarily unreadable.
     """
     manifest = manifest_of(folder)
+    needed = [f"{prefix_of(rank)}{name}" for rank in range(1, manifest.num_ranks) for name in (TENSORS, TREE)]
     try:
         there = {entry.name for entry in os.scandir(folder)} - {NAME}
     except OSError as error:
         raise read_error(folder, "", ReadFailure.of(error)) from None
-    for name in _of_ranks(manifest):
+    for name in needed:
         if name not in manifest.files:
             problem = (
                 f"The manifest of {folder} lists no {name}, although {manifest.num_ranks} ranks wrote the checkpoint."
@@ -233,12 +223,6 @@ def verify(folder: Path, rooms: Rooms = lambda name, descriptor, size: None) -> 
     return manifest
 
 
-def _of_ranks(manifest: Manifest) -> Iterator[str]:
-    """Yield the names of the state files required from ranks 1 and above."""
-    for rank in range(1, manifest.num_ranks):
-        yield from (f"{prefix_of(rank)}{name}" for name in (TENSORS, TREE))
-
-
 def _compare(folder: Path, name: str, said: FileEntry, found: FileEntry | ReadFailure) -> None:
     if isinstance(found, ReadFailure):
         raise read_error(folder, name, found)
@@ -251,10 +235,8 @@ def _compare(folder: Path, name: str, said: FileEntry, found: FileEntry | ReadFa
 
 
 def _found_of(path: Path, size: int, pool: ThreadPoolExecutor, rooms: Rooms) -> FileEntry | ReadFailure:
-    """Return a file's size and checksums, or the reason for a failed read. A file of another size is not read.
-
-    Errors are returned as values: an exception's traceback would keep the memory in `rooms` alive.
-    """
+    """Return a file's size and checksums, or the reason for a failed read. A file of another size is not read."""
+    # Errors are returned as values: an exception's traceback would keep the memory in `rooms` alive.
     try:
         descriptor, found = open_file(path)
         try:
@@ -303,7 +285,6 @@ def newest_good(
     """Return the newest folder that passes verification.
 
     Args:
-        parent: Directory of the checkpoints.
         reads: Further check of a verified folder; a folder for which it raises `DamagedError` is refused.
         verifies: Replacement for `verify`. The returned folder is always the last one verified.
 
@@ -367,10 +348,7 @@ def _is_finite(folder: Path) -> bool:
 
 
 def _place(folder: Path) -> tuple[float, bool, str]:
-    """Return the sort key of a folder: step, then `step-N` names before copies, then name.
-
-    The step comes from the manifest, else from the name; a folder with neither sorts as the newest.
-    """
+    """Return the sort key of a folder: step, then `step-N` names before copies, then name."""
     step, named = _step(folder), NAMED.fullmatch(folder.name)
     at = step if step is not None else int(named[1]) if named else math.inf
     return at, named is not None, folder.name
@@ -383,7 +361,6 @@ def delete_old_folders(parent: Path, keep_last: int, written: str = "") -> list[
     parameters stays too. Nothing is deleted unless the newest folder passes verification.
 
     Args:
-        parent: Directory of the checkpoints.
         keep_last: Number of folders to keep, at least 1.
         written: Name of a folder committed just now, which needs no verification.
 

@@ -25,10 +25,7 @@ _LONGEST = 2**20  # maximum bytes of a line; the first line contains a plan
 
 
 class _Fault(NamedTuple):
-    """A damaged line. As lines are ordered, the damage concerns a window before `before`.
-
-    For a damaged first line, the header with the plan, `before` is 0.
-    """
+    """A damaged line. As lines are ordered, the damage concerns a window before `before`."""
 
     error: FormatError
     before: float
@@ -49,7 +46,6 @@ class BatchSizeLog:
     line raises an error if it may be one of these, and is ignored otherwise.
 
     Args:
-        path: Log file.
         plan: Text form of the plan. Decisions made under another plan are not reused.
         writes: True if this process writes the log. Only rank 0 does, because all ranks make the same decisions.
 

@@ -25,16 +25,8 @@ _CHANGES = {
 }
 MUST_MATCH = tuple(_CHANGES)
 ACCEPTED = (*MUST_MATCH, "data")  # "data" is checked when the loader is known (`runtime.data_position`)
-_SAID_ALONE = (
-    "cpu",
-    "gpu",
-    "cuda",
-    "numpy",
-    "python",
-    "os",
-    "trimtab",
-    "sources",
-)  # changes that are recorded and never prevent resuming
+# Changes that are recorded and never prevent resuming.
+_SAID_ALONE = ("cpu", "gpu", "cuda", "numpy", "python", "os", "trimtab", "sources")
 
 
 def device_of(model: nn.Module) -> str:
@@ -63,18 +55,11 @@ _THREADS, _BETWEEN = "threads", ", "
 
 
 def world_of(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    plan: Plan,
-    devices: Sequence[str],
-    threads: Sequence[str] = (),
+    model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan, devices: Sequence[str], threads: Sequence[str] = ()
 ) -> dict[str, str]:
     """Return the facts that affect a run's results: versions, threads, devices, dtypes, ranks, optimizer class, plan.
 
     Args:
-        model: Model of the run.
-        optimizer: Optimizer of the run.
-        plan: Plan of the run.
         devices: Result of `device_of` on each rank.
         threads: Number of threads on each rank, as text; empty for the current process only.
     """

@@ -47,11 +47,11 @@ from trimtab.training.hooks import WindowDecision
 from trimtab.training.run import Run
 from trimtab.training.user_hooks import require_saved
 
-# Background saves: one at a time, and a failure is always raised or warned about.
+_LOOKS = 8  # minimum clock checks per save interval, in addition to the early ones
 
 
 class AsyncSaver:
-    """Worker thread for saves, created at the first save. Callers pass copies of the state that no longer change."""
+    """Worker thread for one save at a time, of copies of the state. A failure is always raised or warned about."""
 
     def __init__(self) -> None:
         self._pool: ThreadPoolExecutor | None = None
@@ -87,13 +87,8 @@ class AsyncSaver:
             warnings.warn(message, RuntimeWarning, stacklevel=1)
 
 
-# Save interval in windows or seconds, synchronised between ranks.
-
-_LOOKS = 8  # minimum clock checks per interval, in addition to the early ones
-
-
 class SaveInterval:
-    """Counts windows and seconds since the last save.
+    """Save interval in windows or seconds since the last save.
 
     With several ranks, rank 0's clock decides. Asking rank 0 costs an exchange, so the ranks ask after 1, 2, 4, ...
     windows, and at least every eighth of `every_s` by the current speed, because windows may become slower.
@@ -101,13 +96,11 @@ class SaveInterval:
 
     def __init__(self, settings: Checkpoints, ranks: RankCommunication) -> None:
         self._settings, self._ranks = settings, ranks
-        self._at: int | None = None
-        self._windows, self._since_s = 0, time.monotonic()
-        self._asks_at, self._asked_at, self._asked_s = 1, 0, self._since_s
+        self.begun(0, is_saved=False)
 
     def begun(self, windows: int, *, is_saved: bool) -> None:
         """Restart the interval at `windows`. `is_saved` is False at the start of a new run and after a failed save."""
-        self._at = windows if is_saved else None
+        self._at: int | None = windows if is_saved else None
         self._windows, self._since_s = windows, time.monotonic()
         self._asks_at, self._asked_at, self._asked_s = 1, 0, self._since_s
 
@@ -143,18 +136,9 @@ class SaveInterval:
 
 
 class CheckpointManager:
-    """Checkpoint manager of one run; implements `runtime.keeping.Keeper`.
+    """Checkpoint manager of one run.
 
     Every rank creates the manager and calls all methods in the same order.
-
-    Args:
-        settings: Folder, intervals and error handling.
-        model: Model to save.
-        optimizer: Optimizer to save.
-        plan: Plan of the run.
-        ranks: Communication between the ranks.
-        in_shards: True if no rank holds the complete state (ZeRO, FSDP).
-        modules: Modules trained in addition to `model`.
 
     Raises:
         FormatError: The folder cannot be used, or another run holds its lock.
@@ -293,9 +277,9 @@ class CheckpointManager:
             "changed": in_words(apart),
             "damaged": [each.problem for each in self._refused],
             "damaged_codes": [each.error.code for each in self._refused],
+            "buffers": self._anew,
+            "was_killed": self._lock is not None and self._lock.recovered is not None,
         }
-        detail["buffers"] = self._anew
-        detail["was_killed"] = self._lock is not None and self._lock.recovered is not None
         run.note("resumed", detail)
 
     def _accept_data(self, change: str) -> None:
@@ -315,10 +299,8 @@ class CheckpointManager:
             warnings.warn(message, stacklevel=6)
 
     def _read(self, folder: Path, said: RunMetadata) -> Mapping[str, Load]:
-        """Read the state of this rank and return the loading steps in order.
-
-        Each step runs on all ranks before the next one starts. Steps that can fail on a single rank come first.
-        """
+        """Read the state of this rank and return the loading steps in order."""
+        # Steps that can fail on a single rank come first: each runs on all ranks before the next one starts.
         state = self._ranks.read(folder, int(said.world["ranks"]))
         load_record, load_parts = self._loading(state, folder)
         self._anew = self._whole.made_anew(state["model"])
@@ -389,10 +371,7 @@ class CheckpointManager:
             self._pace.begun(windows, is_saved=True)
 
     def _is_finite(self, windows: int) -> bool:
-        """Return True if all parameters are finite on every rank.
-
-        A non-finite parameter is reported to the run, which warns or raises by its policy.
-        """
+        """Return True if all parameters are finite on every rank."""
         assert self._run is not None
         found = self._ranks.each(nonfinite_parameter(self._run.model) or "", f"finite/{windows}")
         if name := next(filter(None, found), ""):
@@ -401,11 +380,7 @@ class CheckpointManager:
 
     @contextlib.contextmanager
     def _told(self, windows: int) -> Iterator[None]:
-        """Context manager around a save: raise its error if `on_failure="stop"`, otherwise record the error and warn.
-
-        Args:
-            windows: number of completed windows at the save.
-        """
+        """Raise a save's error if `on_failure="stop"`, otherwise record the error and warn."""
         try:
             yield
         except RankError:  # a lost rank is no failed save
@@ -433,9 +408,6 @@ class CheckpointManager:
 
     def _taken(self) -> tuple[dict[str, Any], dict[str, Tensor] | None]:
         """Return this rank's state, and the tensors of its shards (None for an unsharded run)."""
-        return self._state(), self._shards.tensors() if self._in_shards else None
-
-    def _state(self) -> dict[str, Any]:
         run = self._run
         assert run is not None
         parts = self._cut if self._in_shards else self._parts
@@ -443,21 +415,13 @@ class CheckpointManager:
         state |= {"run": run.state_dict(), "data": run.position.state_dict(), "also": self._also.state_dict()}
         state |= {"record": None if run.recorder is None else run.recorder.state_dict()}
         self._journal.sync()
-        return self._ranks.own(state, self._whole.buffers)
+        own = self._ranks.own(state, self._whole.buffers)
+        return own, self._shards.tensors() if self._in_shards else None
 
     def _writing(
         self, state: Mapping[str, Any], tensors: dict[str, Tensor] | None, windows: int, *, finite: bool
     ) -> Callable[[], None]:
-        """Return a function that writes the checkpoint.
-
-        With `background=True` the function writes a copy of the state, so training can continue meanwhile.
-
-        Args:
-            state: State of this rank.
-            tensors: Sharded tensors; None if all tensors are in `state`.
-            windows: Number of completed windows.
-            finite: False if a parameter is non-finite.
-        """
+        """Return a function that writes the checkpoint."""
         settings, run = self._settings, self._run
         assert run is not None
         plan = to_jsonable(self._plan)
@@ -479,11 +443,7 @@ class CheckpointManager:
         return write
 
     def decided(self, index: int, window: WindowDecision) -> None:
-        """Append the batch-size decision of a window to the journal.
-
-        Raises:
-            SaveError: The line could not be written and `on_failure` is "stop".
-        """
+        """Append the batch-size decision of a window; raises `SaveError` if `on_failure` is "stop"."""
         self._written(lambda: self._journal.add(index, window))
 
     def _written(self, write: Callable[[], None]) -> None:
@@ -515,20 +475,9 @@ class CheckpointManager:
 
 
 def kept(
-    settings: Checkpoints,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    plan: Plan,
-    options: Mapping[str, Any],
+    settings: Checkpoints, model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan, options: Mapping[str, Any]
 ) -> Run:
     """Return a run with checkpoints, resumed from the newest checkpoint if `settings` allows.
-
-    Args:
-        settings: Folder, intervals and error handling.
-        model: Model to train.
-        optimizer: Optimizer of the model.
-        plan: Plan to apply.
-        options: Keyword arguments of `Run`.
 
     Raises:
         UsageError: The arguments or the checkpoint do not fit. Nothing was changed.

@@ -80,9 +80,6 @@ def crc32_of_chunks(
     """Return the CRC-32 of each chunk of an open file, in hexadecimal.
 
     Args:
-        descriptor: Open file.
-        size: Size of the file in bytes.
-        pool: Threads for the chunks.
         room: Memory that receives the file's contents; None to discard the contents.
 
     Raises:
@@ -264,14 +261,7 @@ def open_file(path: Path) -> tuple[int, int]:
 
 
 def damaged_error(folder: Path, name: str, problem: str, code: str) -> DamagedError:
-    """Return a `DamagedError` for a file of a folder, or for the folder if `name` is empty.
-
-    Args:
-        folder: Folder of the checkpoint.
-        name: Name of the damaged file.
-        problem: Sentence about the damage.
-        code: Code of the error.
-    """
+    """Return a `DamagedError` for a file of a folder, or for the folder if `name` is empty."""
     hint = f"Run `trimtab checkpoint verify {folder.parent}` to list the undamaged checkpoints, and resume from one."
     return DamagedError(str(folder / name), problem=problem, hint=hint, code=code)
 
@@ -338,11 +328,9 @@ class RunMetadata:
         step: Number of completed windows.
         rows: Number of consumed samples.
         world: Environment facts by name, see `world.world_of`.
-        plan: Plan as JSON.
         in_shards: True if no rank held the complete state.
         accepted: Accepted environment changes since the run began, as text.
         noted: Environment changes that needed no acceptance, as text.
-        finite: True if all parameters were finite.
     """
 
     step: int

@@ -60,7 +60,6 @@ class RankCommunication:
         """Return the result of `make` on rank 0; an error on rank 0 is raised on all ranks.
 
         Args:
-            make: Called on rank 0.
             about: Topic of the exchange, used as a key: ranks that are out of step wait instead of mixing up results.
         """
         if self.num == 1:
@@ -140,9 +139,6 @@ class RankCommunication:
         """Commit a checkpoint with the state of every rank.
 
         Args:
-            parent: Directory of the checkpoints.
-            name: Name of the new folder.
-            state: State of this rank.
             about: Manifest metadata.
             shards: Writes the sharded tensors into the folder; called on all ranks at the same time.
 
@@ -171,10 +167,7 @@ class RankCommunication:
         self.together(lambda: _raise(failure), f"{name}/over")
 
     def _without_what_is_alike(self, state: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-        """Drop the user's additional state from this rank's files if rank 0 writes an identical copy.
-
-        An average of the weights is as large as the model and usually identical on every rank.
-        """
+        """Drop the user's additional state from this rank's files if rank 0 writes an identical copy."""
         if self.num == 1:
             return state
 
@@ -227,7 +220,6 @@ class RankCommunication:
         rank starts a new record and uses rank 0's copy of the user's additional state.
 
         Args:
-            folder: Verified checkpoint.
             saved: Number of ranks that wrote the checkpoint.
         """
         state: dict[str, Any] = read_state(folder, taken=self.verified.take(folder))

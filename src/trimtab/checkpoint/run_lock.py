@@ -10,7 +10,6 @@ import socket
 import weakref
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import TracebackType
 
 from trimtab.core.errors import FormatError
 from trimtab.core.files import holder_pid, in_use, is_at, lock_if_possible, sync, try_lock
@@ -85,7 +84,7 @@ class RunLock:
     def __enter__(self) -> RunLock:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+    def __exit__(self, *error: object) -> None:
         self.release()
 
 
@@ -93,7 +92,6 @@ def lock_run_folder(folder: Path, field: str = "checkpoints.folder") -> RunLock:
     """Create a run's folder if necessary and return its lock.
 
     Args:
-        folder: Folder of the run.
         field: Name of the argument, for errors.
 
     Raises:

@@ -170,7 +170,6 @@ class _ShardFileSystem:
         self._files = files
 
     def ls(self, path: Any) -> list[str]:
-        """Return the sharded files of a folder."""
         return [each for each in self._files.ls(path) if Path(each).name.startswith(_PREFIX)]
 
     def __getattr__(self, name: str) -> Any:
@@ -210,8 +209,6 @@ class ShardedState(Stateful):
     are not tensors. Tensors are read from `folder`.
 
     Args:
-        model: Sharded model.
-        optimizer: Optimizer of this rank.
         folder: Checkpoint to read from.
         every: Optimizer with the groups of all parameters, if this rank steps only some of them (ZeRO-1).
     """

@@ -71,10 +71,7 @@ class Signals:
             _end_by(number)  # end now, without waiting for the window
 
     def _handle_late(self, number: int, frame: FrameType | None) -> None:
-        """Call the previous handler. A default handler, which ends the process, is skipped while another run is active.
-
-        That run then saves before the process ends.
-        """
+        """Call the previous handler."""
         before = self._before_of(number)
         ends = not callable(before) or before is signal.default_int_handler
         if not (ends and Signals._at_work):

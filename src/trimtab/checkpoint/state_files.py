@@ -38,10 +38,8 @@ def pack(value: Any, leaf: Leaf, path: str = "state", depth: int = 0) -> Packed:
     """Return a value as JSON.
 
     Args:
-        value: State to pack.
         leaf: Packs values that are not built-in Python types.
         path: Location of `value`, for errors.
-        depth: Current nesting level.
 
     Raises:
         FormatError: A type is unsupported, or the nesting exceeds `MAX_DEPTH`. The error names the location.
@@ -151,11 +149,6 @@ def malformed_error(path: str, got: str, expected: str) -> FormatError:
 
 def unpack(packed: Packed, leaves: Mapping[str, Read], path: str = "state") -> Any:
     """Return the value of a packed state.
-
-    Args:
-        packed: JSON from `pack`.
-        leaves: Reader for each key produced by `leaf`.
-        path: Location, for errors.
 
     Raises:
         FormatError: `packed` is not a packed state.
@@ -442,11 +435,6 @@ def _name(dtype: torch.dtype) -> str:
 def write_state(folder: Path, state: Mapping[str, Any], prefix: str = "") -> None:
     """Write a state as two files. Its tensors must not change during the call.
 
-    Args:
-        folder: Target folder.
-        state: State to write.
-        prefix: Prefix of both file names.
-
     Raises:
         FormatError: The state contains an unsupported value.
         SaveError, OSError: Writing failed.
@@ -477,8 +465,6 @@ def read_state(folder: Path, prefix: str = "", *, taken: StateFiles | None = Non
     """Return a saved state with CPU tensors. Verify the folder first.
 
     Args:
-        folder: Folder of the checkpoint.
-        prefix: Prefix of both file names.
         taken: Contents of the files if they were read during verification.
 
     Raises:

@@ -78,10 +78,7 @@ def loading_hidden(model: nn.Module, saved: Any) -> Load:
 
 
 def _rooms(saved: Mapping[str, Tensor | None], now: Mapping[str, Tensor | None]) -> dict[int, Tensor]:
-    """Return the model's tensor for each saved tensor, by id of the saved one.
-
-    Only tensors of equal shape match. Each tensor of the model is used once: two saved tensors must not share memory.
-    """
+    """Return the model's tensor for each saved tensor, by id of the saved one."""
     rooms, taken = dict[int, Tensor](), set[int]()
     for name, value in saved.items():
         own = now.get(name)
@@ -104,10 +101,7 @@ def _shape_of(value: Tensor | None) -> list[int] | None:
 
 
 def _require_saved(now: Mapping[str, Tensor | None], saved: Mapping[str, Any]) -> None:
-    """Raise `ModelError` for a buffer of the model without a saved value, or with a smaller saved shape.
-
-    A model built for longer inputs than at the save would otherwise get a truncated buffer.
-    """
+    """Raise `ModelError` for a buffer of the model without a saved value, or with a smaller saved shape."""
     for name, value in saved.items():
         own = now.get(name)
         if own is not None and value is not None and not _has_grown(own, value):
@@ -155,12 +149,7 @@ _SAME_MODEL = "Build the model with the same architecture, sizes and dtypes as f
 
 
 class ModelState(Stateful):
-    """State of a model: `state_dict()` and non-persistent buffers.
-
-    Args:
-        model: Model to save.
-        name: Name of the part, for errors.
-    """
+    """State of a model: `state_dict()` and non-persistent buffers."""
 
     def __init__(self, model: nn.Module, name: str = "model") -> None:
         self._model, self._name = model, name
@@ -212,7 +201,6 @@ class OptimizerState(Stateful):
         self._optimizer = optimizer
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the optimizer's `state_dict()`."""
         return self._optimizer.state_dict()
 
     def loading(self, state: Any) -> Load:
@@ -272,7 +260,6 @@ class AdditionalState(Stateful):
         self._things = dict(things)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the `state_dict()` of each object by name."""
         return {name: thing.state_dict() for name, thing in self._things.items()}
 
     def early_state(self) -> dict[str, Any]:
@@ -318,8 +305,6 @@ def names_differ(what: str, names: Sequence[str], where: str) -> ModelError:
     """Return the error for tensors missing from the model or the checkpoint.
 
     Args:
-        what: Name of the part of the state.
-        names: Names of the tensors.
         where: Place of the tensors, "in the model but not in the checkpoint" or the reverse.
     """
     listed = f"{names[0]} and {len(names) - 1} more are" if len(names) > 1 else f"{names[0]} is"
@@ -327,14 +312,7 @@ def names_differ(what: str, names: Sequence[str], where: str) -> ModelError:
 
 
 def kinds_differ(what: str, name: str, now: str, then: str) -> ModelError:
-    """Return the error for a tensor with a changed shape or dtype.
-
-    Args:
-        what: Name of the part of the state.
-        name: Name of the tensor.
-        now: Dtype and shape in the model.
-        then: Dtype and shape in the checkpoint.
-    """
+    """Return the error for a tensor with a changed shape or dtype."""
     return ModelError(
         f"{what}: {name}",
         got=now,

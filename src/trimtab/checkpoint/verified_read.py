@@ -179,11 +179,7 @@ def _laid_out(descriptor: int, size: int) -> _Layout | None:
 
 
 def _end_of(said: Any, start: int) -> int:
-    """Return the end offset of a tensor that must begin at `start`.
-
-    Raises:
-        ValueError, TypeError, LookupError: The header is inconsistent.
-    """
+    """Return the end offset of a tensor that must begin at `start`."""
     (begin, end), shape = said["data_offsets"], said["shape"]
     is_one = all(type(number) is int and number >= 0 for number in (begin, end, *shape))
     if not is_one or begin != start or end - begin != math.prod(shape) * TYPES[said["dtype"]].itemsize:

@@ -11,7 +11,8 @@ from torch import nn
 
 from trimtab.core.errors import ValueGivenError
 from trimtab.core.plan import Plan
-from trimtab.distributed.host_gather import connect, has_peers
+from trimtab.distributed.host_gather import connect
+from trimtab.distributed.process_group import has_peers
 from trimtab.distributed.rank_consistency import require_alike
 from trimtab.measure.gradient_norms import is_flat_sharded, is_sharded
 from trimtab.training.backend import Backend, UserBackend
@@ -32,8 +33,6 @@ def backend_of(model: nn.Module, plan: Plan, options: Mapping[str, Any]) -> Back
     """Return the backend that distributes a model by its plan, or keeps the loop's own wrapper.
 
     Args:
-        model: model of the loop.
-        plan: plan to apply.
         options: options of the run, required to agree between ranks.
 
     Raises:
@@ -55,7 +54,8 @@ def backend_of(model: nn.Module, plan: Plan, options: Mapping[str, Any]) -> Back
             "plan.num_ranks",
             got=f"{plan.num_ranks}",
             expected=f"{ranks}",
-            problem=f"The plan is for {plan.num_ranks} ranks, but the job has {_processes(ranks)}.",
+            problem=f"The plan is for {plan.num_ranks} ranks, but the job has "
+            f"{'one process' if ranks == 1 else f'{ranks} processes'}.",
             hint="Start that number of ranks with torchrun and train inside `with trimtab.process_group():`, or make a "
             "new plan for this job. A checkpoint of another number of ranks can be resumed with the new plan: "
             'Checkpoints(accepts=("ranks", "plan")).',
@@ -90,10 +90,7 @@ def backend_of(model: nn.Module, plan: Plan, options: Mapping[str, Any]) -> Back
 
 
 def _require_no_flat_shards(model: nn.Module) -> None:
-    """Raise `ValueGivenError` for a model in FSDP1 on several ranks.
-
-    Every rank would use the norm of the local shard for clipping and for detecting non-finite gradients.
-    """
+    """Raise `ValueGivenError` for a model in FSDP1 on several ranks."""
     if has_peers() and is_flat_sharded(model):
         raise ValueGivenError(
             "model",
@@ -106,10 +103,7 @@ def _require_no_flat_shards(model: nn.Module) -> None:
 
 
 def _require_no_layout(model: nn.Module, plan: Plan) -> None:
-    """Raise `ValueGivenError` for parameters that are not, or would not be, contiguous.
-
-    FSDP2 and DeepSpeed shard only contiguous parameters, but would raise after sharding a part of the model.
-    """
+    """Raise `ValueGivenError` for parameters that are not, or would not be, contiguous."""
     backend = f"{'DeepSpeed' if plan.engine.value == 'deepspeed' else 'FSDP2'} (zero_stage={plan.zero_stage.value})"
     if plan.memory_layout.value != "keep":
         raise ValueGivenError(
@@ -178,7 +172,3 @@ def require_one_plan(plan: Plan, options: Mapping[str, Any], exchange: MetadataE
     expected = "the same plan and options on all ranks"
     hint = "Make the plan on one rank, load its JSON on all ranks, and pass the same options to trimtab.start."
     require_alike("plan", values, exchange, what="plans or options", expected=expected, hint=hint)
-
-
-def _processes(number: int) -> str:
-    return "one process" if number == 1 else f"{number} processes"

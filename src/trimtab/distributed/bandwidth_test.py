@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Callable
 from functools import partial
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from trimtab.core.hardware import LinkCalibration
 from trimtab.distributed.ddp import mean_in_bf16
 from trimtab.distributed.process_group import backends, max_over_ranks
+from trimtab.measure.timing import time_call
 from trimtab.planner.communication_cost import fit
 
 # Bytes of the timed all-reduces, from latency-bound to bandwidth-bound.
@@ -37,25 +36,15 @@ def calibrate(device: torch.device) -> LinkCalibration:
     ranks = dist.get_world_size()
     name = backends()[device.type]
     found = fit(points, ranks, f"{name} of {ranks} ranks", scatters=name != "gloo")
-    cast_s = max_over_ranks(_cast_seconds(device)) / _CAST_BYTES
+    whole = torch.zeros(_CAST_BYTES // 4, device=device)
+    cast_s = max_over_ranks(_seconds(lambda: whole.copy_(whole.bfloat16()), device)) / _CAST_BYTES
     return LinkCalibration(found.link, found.miss, _overlap(device, int(points[-1][0])), cast_s, _hook_seconds(device))
 
 
 def _seconds(run: Callable[[], object], device: torch.device) -> float:
     """Return the median seconds of a call, after a warm-up call."""
-    taken = []
-    for _ in range(_TIMES + 1):
-        _wait_for(device)
-        start = time.perf_counter()
-        run()
-        _wait_for(device)
-        taken.append(time.perf_counter() - start)
-    return statistics.median(taken[1:])
-
-
-def _cast_seconds(device: torch.device) -> float:
-    whole = torch.zeros(_CAST_BYTES // 4, device=device)
-    return _seconds(lambda: whole.copy_(whole.to(torch.bfloat16)), device)
+    run()
+    return statistics.median(time_call(run, device) for _ in range(_TIMES))
 
 
 def _hook_seconds(device: torch.device) -> float:
@@ -63,36 +52,27 @@ def _hook_seconds(device: torch.device) -> float:
     whole = torch.zeros(_SIZES[0] // 4, device=device)
     sent = whole.bfloat16()
     hooked_s = max_over_ranks(_seconds(lambda: mean_in_bf16(whole).wait(), device))
-    return max(0.0, hooked_s - max_over_ranks(_seconds(lambda: _reduced(sent), device)))
-
-
-def _reduced(sent: Tensor) -> None:
-    dist.all_reduce(sent, async_op=True).wait()
+    return max(0.0, hooked_s - max_over_ranks(_seconds(lambda: dist.all_reduce(sent, async_op=True).wait(), device)))
 
 
 def _overlap(device: torch.device, size: int) -> float:
     """Return the fraction of an all-reduce hidden by a computation of similar duration; minimum over ranks."""
     sent, factor = torch.zeros(size // 4, device=device), torch.full((_SIDE, _SIDE), 1e-3, device=device)
-    sending_s = max_over_ranks(_seconds(lambda: dist.all_reduce(sent), device))
-    once_s = max_over_ranks(_seconds(lambda: _computes(factor, 1), device))
-    count = max(1, round(sending_s / once_s))
-    computing_s = max_over_ranks(_seconds(lambda: _computes(factor, count), device))
+    count = 1
+
+    def compute() -> None:
+        for _ in range(count):
+            torch.mm(factor, factor)
 
     def both() -> None:
         work = dist.all_reduce(sent, async_op=True)
-        _computes(factor, count)
+        compute()
         work.wait()
+
+    sending_s = max_over_ranks(_seconds(lambda: dist.all_reduce(sent), device))
+    count = max(1, round(sending_s / max_over_ranks(_seconds(compute, device))))
+    computing_s = max_over_ranks(_seconds(compute, device))
 
     together_s = max_over_ranks(_seconds(both, device))
     hidden_s = sending_s + computing_s - together_s
     return min(1.0, max(0.0, hidden_s / min(sending_s, computing_s)))
-
-
-def _computes(factor: Tensor, times: int) -> None:
-    for _ in range(times):
-        torch.mm(factor, factor)
-
-
-def _wait_for(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

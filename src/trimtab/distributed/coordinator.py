@@ -14,12 +14,7 @@ M = TypeVar("M")
 
 
 class BlockLength:
-    """Length of a block in steps.
-
-    Args:
-        least_steps: minimum number of steps.
-        seconds: approximate duration.
-    """
+    """Length of a block in steps."""
 
     def __init__(self, least_steps: int, seconds: float) -> None:
         self._least_steps, self._seconds = least_steps, seconds

@@ -8,10 +8,10 @@ import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
-import torch.distributed as dist
+
+from trimtab.distributed.process_group import gather_objects
 
 _GROUPS, _OWN = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
@@ -36,10 +36,6 @@ def quotas(groups: Path = _GROUPS, own: Path = _OWN) -> dict[str, float]:
 
     Supports cgroup v2 (`cpu.max`) and v1 (`cpu.cfs_quota_us`), see docs.kernel.org, cgroup-v2 and sched-bwc.
 
-    Args:
-        groups: Mount point of the control groups.
-        own: File with this process's groups.
-
     Returns:
         Quota in cores, by an identifier of the group on this machine. Groups without a limit are left out.
     """
@@ -53,10 +49,7 @@ def quotas(groups: Path = _GROUPS, own: Path = _OWN) -> dict[str, float]:
 
 
 def _folders(groups: Path, own: Path) -> list[Path]:
-    """Return the directories of this process's groups and their parents.
-
-    A container may see group names of the host, while only the root is mounted.
-    """
+    """Return the directories of this process's groups and their parents."""
     try:
         lines = own.read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -96,9 +89,7 @@ class RankPlacement:
     """Placement of a rank.
 
     Args:
-        node: machine.
         cores: indices of the allowed cores (CPU affinity).
-        threads: number of compute threads.
         device: unique name of the GPU; "" without a GPU.
         quotas: core limits by control group.
     """
@@ -112,11 +103,9 @@ class RankPlacement:
 
 def oversubscribed_resource() -> str:
     """Return the oversubscribed resource, "cores" or "devices", or ""; a collective."""
-    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
-        return resource_of_placements([_own()])
-    seats: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(seats, _own())
-    return resource_of_placements(seats)
+    device = _device() if torch.cuda.is_available() else ""
+    own = RankPlacement(node(), tuple(sorted(own_cores())), torch.get_num_threads(), device, quotas())
+    return resource_of_placements(gather_objects(own))
 
 
 def resource_of_placements(seats: Sequence[RankPlacement]) -> str:
@@ -135,11 +124,6 @@ def _share_cores(seats: Sequence[RankPlacement]) -> bool:
             return True
     limits = {group: cores for seat in seats for group, cores in seat.quotas.items()}
     return any(sum(seat.threads for seat in seats if group in seat.quotas) > cores for group, cores in limits.items())
-
-
-def _own() -> RankPlacement:
-    device = _device() if torch.cuda.is_available() else ""
-    return RankPlacement(node(), tuple(sorted(own_cores())), torch.get_num_threads(), device, quotas())
 
 
 def _device() -> str:

@@ -58,26 +58,21 @@ class DataParallel(TorchBackend):
             self.model.register_comm_hook(None, reduce_in_bf16)
 
     def settle(self) -> None:
-        """Have DDP rebuild its buckets; errors name a lost rank."""
         with self.exchange.explaining():
             self._sync.settle(self.optimizer)
 
     def begin(self, *, last: bool) -> None:
-        """Enable or disable gradient reduction for the next micro-batch."""
         self._sync.begin(last=last)
 
     def backward(self, loss: Tensor) -> None:
-        """Run a micro-batch's backward, and complete the reduction after the last; errors name a lost rank."""
         with self.exchange.explaining():
             super().backward(loss)
             self._sync.complete()
 
     def end(self) -> None:
-        """Enable gradient reduction again."""
         self._sync.end()
 
     def gather(self, error: BaseException | None) -> None:
-        """Broadcast buffers and unwrap the model."""
         if error is None:
             with self.exchange.explaining():
                 broadcast_buffers(self._inner)

@@ -117,7 +117,6 @@ def config_of(plan: Plan, num_elements: int) -> dict[str, Any]:
     Micro-batch boundaries, loss scaling, clipping and autocast stay with trimtab's loop; their entries are neutral.
 
     Args:
-        plan: plan with `engine` "deepspeed".
         num_elements: number of parameter elements; an upper bound for buckets.
 
     Raises:
@@ -212,7 +211,6 @@ class DeepSpeedZero:
             self._window.enter_context(self._engine.coalesce_grad_reduction())
 
     def begin_backward(self, loss: Tensor) -> None:
-        """Check in the first steps that all ranks use the same parameters."""
         self._used.begin_backward(loss)
 
     def backward(self, loss: Tensor) -> None:
@@ -221,7 +219,6 @@ class DeepSpeedZero:
         self._used.end_backward(last=self._is_last)
 
     def multiply(self, factor: float | Tensor) -> None:
-        """Raise `LoopError`: the gradient is in DeepSpeed's shards and not accessible to the loop."""
         raise LoopError(
             "run.unscale",
             problem="run.unscale() is not available with DeepSpeed, which keeps gradients in its own shards.",
@@ -251,7 +248,6 @@ class DeepSpeedZero:
         return bool(self._engine.was_step_applied())
 
     def end(self) -> None:
-        """Discard the step's gradients, on every rank between the same two micro-batches."""
         self._used.reset()
         self.model.zero_grad(set_to_none=True)
         self._window.close()  # Without gradients, leaving the context reduces nothing.
@@ -279,7 +275,6 @@ class DeepSpeedZero:
             self._zero.grad_partitions_flat_buffer.zero_()
 
     def stepping(self) -> contextlib.AbstractContextManager[None]:
-        """Return a null context: DeepSpeed steps with the user's own groups."""
         return contextlib.nullcontext()
 
     def gather(self, error: BaseException | None) -> None:

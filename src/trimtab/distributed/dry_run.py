@@ -64,10 +64,7 @@ def dry_run_of(
     """Run a plan on copies inside the block, as `trimtab.start` would; a collective.
 
     Args:
-        plan: plan to run.
-        copied: returns copies of model and optimizer, the loss function and the batch.
         clip_norm: clipping limit of the loop, if the plan has none.
-        batching: counts and splits the batch.
     """
     gc.collect()  # An error of an earlier run holds its frames, and the frames hold the run's tensors.
     model, optimizer, loss_fn, batch = copied()
@@ -211,12 +208,9 @@ class DryRuns:
 
     Args:
         copied: returns copies of model and optimizer, and the rank's loss function and batch.
-        clip_norm: clipping limit of the loop.
         beside: returns other tensors on the device during the run.
         unchanged: returns a context that restores the user's objects, even if reached by a copy; None: restore only
             random generators and global modes.
-        progress: called with a line of text, on rank 0.
-        batching: counts and splits batches.
     """
 
     def __init__(
@@ -245,7 +239,6 @@ class DryRuns:
         The measurably better of the two plans is kept. The default runs twice, and the ratio of both is the resolution.
 
         Args:
-            plan: plan to run.
             counts_memory: measure peaks too, with new copies per block, created one at a time. Otherwise a plan has a
                 single run, and the control reuses the default's run, because a third copy may not fit; differences
                 between two runs of a plan are then missing from the resolution.
@@ -275,12 +268,7 @@ class DryRuns:
         return DryRunResult(kept, tuple(block_s[of]), self._peaks(kept) if counts_memory else (), slower)
 
     def _laps(self, arms: Mapping[str, Plan], *, reopens: bool) -> dict[str, list[float]]:
-        """Return the seconds per step of each arm, by block, in interleaved order.
-
-        Args:
-            arms: plans by name.
-            reopens: create new copies for each block.
-        """
+        """Return the seconds per step of each arm, by block, in interleaved order."""
         begin = time.perf_counter()
         laps, least = (_PAIRS, MIN_PAIRS_FOR_VERDICT) if len(arms) > 1 else (_BLOCKS, 1)
         block_s: dict[str, list[float]] = {name: [] for name in arms}
@@ -314,15 +302,7 @@ class DryRuns:
         return dry_run_of(plan, self._copied, self._clip_norm, self._batching)
 
     def _together(self, make: Callable[[], T]) -> T | _Failure:
-        """Return the result of `make` on all ranks, or a failure, the same on all ranks.
-
-        If some ranks wait inside a collective, a failed rank ends, and ends them with the same error. If no rank does,
-        but the numbers of collectives differ, pending messages would be matched with later collectives, so all ranks
-        end.
-
-        Raises:
-            RankError: ranks failed after different numbers of collectives.
-        """
+        """Return the result of `make` on all ranks, or a failure, the same on all ranks."""
         made: list[T] = []
         failure: Exception | None = None
         exchange = RankExchange(None)

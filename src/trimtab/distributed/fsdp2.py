@@ -21,8 +21,6 @@ from trimtab.planner.rank_profile import steps_shards_fused
 from trimtab.training.backend import TorchBackend
 from trimtab.training.used_parameters import ShardedParameterUse
 
-# Rebind an optimizer to new parameters: groups keep their order, and state moves by parameter name.
-
 Name = str
 
 
@@ -53,9 +51,6 @@ def point_at(
     """Replace an optimizer's parameters by the new parameters of the same names, and move their state.
 
     Args:
-        optimizer: optimizer to change.
-        names: parameter names by group.
-        parameters: new parameters by name.
         move: converts a state tensor with the old parameter's shape for the new parameter.
     """
     before = [group["params"] for group in optimizer.param_groups]
@@ -64,23 +59,21 @@ def point_at(
         group["params"] = [parameters[name] for name in new_names]
         for old, new in zip(old_parameters, group["params"], strict=True):
             if old in optimizer.state:
-                state[new] = {key: _moved(value, old, new, move) for key, value in optimizer.state[old].items()}
+                # Scalars, such as step counts, and tensors of other shapes belong to every shard.
+                state[new] = {
+                    key: move(value, new)
+                    if isinstance(value, Tensor) and value.dim() and value.shape == old.shape
+                    else value
+                    for key, value in optimizer.state[old].items()
+                }
     optimizer.state.clear()
     optimizer.state.update(state)
-
-
-def _moved(value: Any, old: Tensor, new: nn.Parameter, move: Callable[[Tensor, nn.Parameter], Tensor]) -> Any:
-    return move(value, new) if isinstance(value, Tensor) and value.shape == old.shape and value.dim() else value
 
 
 class FsdpShards:
     """Sharding of a model, and its behaviour within a step.
 
     Args:
-        zero_stage: 2 or 3.
-        mesh: device mesh of the ranks.
-        reduces_once: reduce gradients once per step, as in a plan.
-        reduce_dtype: dtype of gradient reduction, as in a plan.
         gather_dtype: dtype of parameter all-gather, as in `Parallelism`; plans always gather in the parameters' dtype.
     """
 
@@ -126,12 +119,7 @@ class _InBf16:
         return torch.empty(*size, dtype=torch.bfloat16, device=device)
 
     def __call__(
-        self,
-        output_tensor: Tensor,
-        input_tensor: Tensor,
-        group: dist.ProcessGroup,
-        op: Any,
-        async_op: bool = False,
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
     ) -> dist.Work | None:
         """Run the reduce-scatter."""
         work: dist.Work | None = _REDUCE_SCATTER(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
@@ -198,21 +186,17 @@ class FullySharded(TorchBackend):
         self.optimizer = optimizer
 
     def begin(self, *, last: bool) -> None:
-        """Set the handling of parameters and gradients after the micro-batch's backward."""
         self._shards.begin(last=last)
         self._used.begin(last=last)
 
     def begin_backward(self, loss: Tensor) -> None:
-        """Check in the first steps that all ranks use the same layers."""
         self._used.begin_backward(loss)
 
     def backward(self, loss: Tensor) -> None:
-        """Run a micro-batch's backward; errors name a lost rank."""
         with self.exchange.explaining():
             self._used.backward(lambda: super(FullySharded, self).backward(loss))
 
     def end(self) -> None:
-        """Return to the state before a last micro-batch."""
         self.begin(last=True)
         self._used.reset()
 
@@ -229,7 +213,6 @@ def require_step_of_shards(optimizer: torch.optim.Optimizer, *, fused: bool = Fa
     """Raise `OptimizerError` for a fused step that torch supports only for whole parameters.
 
     Args:
-        optimizer: optimizer of the loop.
         fused: the plan switches the fused step on.
     """
     name, is_fused = type(optimizer).__name__, any(group.get("fused") for group in optimizer.param_groups)

@@ -11,7 +11,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from trimtab.core.errors import RankError
 from trimtab.distributed.cpu_affinity import node
 from trimtab.distributed.launched_rank import SILENT, ranks_failed
-from trimtab.distributed.process_group import job_store, time_limit_s
+from trimtab.distributed.process_group import gather_objects, has_peers, job_store, time_limit_s
 from trimtab.measure.gradient_norms import is_sharded
 from trimtab.training.gradient_sync import UNREDUCED, data_parallel
 from trimtab.training.metadata_exchange import Figures, Gathered
@@ -145,13 +145,7 @@ _apart: WeakKeyDictionary[dist.ProcessGroup, set[tuple[int, ...]]] = WeakKeyDict
 
 
 class SocketMesh:
-    """Sockets from a rank to the other ranks on a machine; all ranks send the same number of messages.
-
-    Args:
-        peers: a connected socket per rank.
-        rank: this rank.
-        timeout_s: time limit for a message.
-    """
+    """Sockets from a rank to the other ranks on a machine; all ranks send the same number of messages."""
 
     def __init__(self, peers: Mapping[int, socket.socket], rank: int, timeout_s: float) -> None:
         self._peers, self._rank = dict(sorted(peers.items())), rank
@@ -180,10 +174,6 @@ class SocketMesh:
 
     def complete(self, number: int, said: dict[int, list[float]]) -> Gathered:
         """Return the values of all ranks for a message; waits for missing values.
-
-        Args:
-            number: message number.
-            said: values received so far, by rank.
 
         Raises:
             DistNetworkError: a rank is gone or exceeded the time limit.
@@ -232,10 +222,6 @@ def host_mesh(group: dist.ProcessGroup, timeout_s: float) -> SocketMesh | None:
     """Connect the ranks of a group on a single machine; None on all ranks if impossible. A collective.
 
     After a failure, the same ranks are not tried again in the job.
-
-    Args:
-        group: gloo process group.
-        timeout_s: time limit for a message.
     """
     if dist.get_world_size(group) > MOST_RANKS:
         return None
@@ -257,27 +243,21 @@ def _met(group: dist.ProcessGroup) -> dict[int, socket.socket] | None:
     ranks, rank = dist.get_world_size(group), dist.get_rank(group)
     with contextlib.ExitStack() as meeting, contextlib.ExitStack() as held:
         listener, path = _listening(meeting, ranks)
-        seats = _said_by_all((node(), path), group)
+        seats = gather_objects((node(), path), group)
         paths = [each for _, each in seats]
         if len({machine for machine, _ in seats}) > 1 or not all(paths):
             return None
         # Containers on a machine have separate folders, in which a connection would wait forever.
-        if not all(_said_by_all(all(os.access(each, os.W_OK) for each in paths), group)):
+        if not all(gather_objects(all(os.access(each, os.W_OK) for each in paths), group)):
             return None
         assert listener is not None
         found = _connected(listener, paths, rank)
         for each in found.values():
             held.enter_context(each)
-        if not all(_said_by_all(len(found) == ranks - 1, group)):
+        if not all(gather_objects(len(found) == ranks - 1, group)):
             return None
         held.pop_all()
     return found
-
-
-def _said_by_all(own: Any, group: dist.ProcessGroup) -> list[Any]:
-    said: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(said, own, group=group)
-    return said
 
 
 def _listening(meeting: contextlib.ExitStack, ranks: int) -> tuple[socket.socket | None, str]:
@@ -294,10 +274,7 @@ def _listening(meeting: contextlib.ExitStack, ranks: int) -> tuple[socket.socket
 
 
 def _connected(listener: socket.socket, paths: list[str], rank: int) -> dict[int, socket.socket]:
-    """Return a socket per other rank: connects to lower ranks, and accepts connections from higher ranks.
-
-    Incomplete if a rank cannot be reached, does not connect, or does not identify itself.
-    """
+    """Return a socket per other rank: connects to lower ranks, and accepts connections from higher ranks."""
     found: dict[int, socket.socket] = {}
     listener.settimeout(_MEETING_S)
     with contextlib.suppress(OSError, struct.error):
@@ -342,11 +319,6 @@ def connect(model: nn.Module) -> RankExchange | None:
     return RankExchange(group) if dist.get_world_size(group) > 1 else None
 
 
-def has_peers() -> bool:
-    """Return True if this process is a rank of several; the loop may then reduce gradients by hand."""
-    return bool(dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1)
-
-
 _numbers = itertools.count()
 
 
@@ -372,7 +344,6 @@ class RankExchange:
         self._put: Callable[[], Gathered] | None = None
 
     def ask(self, figures: Figures) -> Callable[[], Gathered]:
-        """Send this rank's values without waiting; return a function that waits for the values of all ranks."""
         self._meet()
         if self._mesh is not None and len(figures) <= WIDEST:
             answer: Callable[[], Gathered] = self._mesh.ask(figures)
@@ -393,14 +364,11 @@ class RankExchange:
             self._mesh = host_mesh(self._group, self._timeout_s)
 
     def texts(self, own: str) -> list[str]:
-        """Return a text from every rank; a collective."""
-        said: list[Any] = [None] * self.num_ranks
         try:
             self._meet()
-            dist.all_gather_object(said, own, group=self._group)
+            return gather_objects(own, self._group)
         except RuntimeError as error:
             raise self.failed(error) from error
-        return [str(each) for each in said]
 
     def _gathering(self, figures: Figures) -> Callable[[], Gathered]:
         own = torch.tensor(list(figures), dtype=torch.float64)
@@ -414,26 +382,21 @@ class RankExchange:
         return wait
 
     def put(self, figures: Figures) -> None:
-        """Send this rank's values without waiting."""
         self._put = self.ask(figures)
 
     def take(self) -> Gathered | None:
-        """Return all ranks' values of the last `put`, once; waits for late ranks. None if nothing was put."""
         put, self._put = self._put, None
         return None if put is None else put()
 
     def share(self, figures: Figures) -> Gathered:
-        """Return the values of all ranks; waits for all ranks, but not for a device."""
         return self.ask(figures)()
 
     def sum(self, value: Tensor) -> Tensor:
-        """Return the sum over ranks of a scalar tensor, ordered with the device's other work."""
         total = value.detach().clone()
         dist.all_reduce(total, group=self._of)
         return total
 
     def failed(self, error: BaseException) -> BaseException:
-        """Publish the error that ends this rank; return the root cause, possibly the error of a different rank."""
         reason = self._trouble.explained(error)
         self._trouble.tell(reason)
         return reason
@@ -451,11 +414,9 @@ class RankExchange:
             raise reason from error
 
     def recovered(self) -> None:
-        """Withdraw the published error, because it did not end this rank."""
         self._trouble.recovered()
 
     def close(self) -> None:
-        """Destroy the group and drop pending exchanges."""
         self._put = None
         if self._mesh is not None:
             self._mesh.close()

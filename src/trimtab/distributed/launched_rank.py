@@ -45,7 +45,6 @@ def rank_lost(rank: int, reason: str) -> RankError:
     """Return the error for an awaited rank without heartbeats.
 
     Args:
-        rank: lost rank.
         reason: clause such as "no heartbeat for 60 s".
     """
     error = RankError(
@@ -72,9 +71,7 @@ class ExitReport:
     """Report of a rank's end.
 
     Args:
-        rank: rank.
         text: error on a single line; "done" if the command finished.
-        at_s: time in seconds since 1970.
         is_echo: the error was caused by another rank's end.
         behind: rank of the causing error; None if unknown.
     """

@@ -35,7 +35,6 @@ class BroadcastPlan:
     """Plan sent by rank 0 to all ranks, as JSON.
 
     Args:
-        plan: plan for a single rank.
         shape: times and sizes of the plan's micro-batch; None if nothing was timed.
         kept: reason for not considering sharding; "" if sharding was not requested.
     """
@@ -63,7 +62,6 @@ def plan_together(
     Args:
         make: called on rank 0 only; returns a single-process plan for replicas of the model, or the inputs for choosing
             a way to shard the model.
-        device: device of the gradients.
         rehearsal: returns the dry run, called on all ranks before the first run; None: choose by predictions only.
 
     Raises:
@@ -108,14 +106,7 @@ def _worth_it(plan: Plan, usual: Plan, rehearsal: DryRuns) -> Plan:
 def _rehearsed(
     shares: Sequence[StageMeasurements], ranks: int, calibration: LinkCalibration, rehearsal: DryRuns
 ) -> Plan:
-    """Return the best plan by dry runs; rank 0 chooses the next plan for all ranks to run.
-
-    Args:
-        shares: inputs of the choice on rank 0, empty elsewhere.
-        ranks: world size.
-        calibration: measured link.
-        rehearsal: dry run.
-    """
+    """Return the best plan by dry runs; rank 0 chooses the next plan for all ranks to run."""
     refusal, ran = rehearsal.refusal(), tuple[DryRunResult, ...]()
 
     def asked() -> str:
@@ -131,18 +122,7 @@ def _rehearsed(
 def _next_plan(
     share: StageMeasurements, ranks: int, calibration: LinkCalibration, ran: tuple[DryRunResult, ...], refusal: str
 ) -> _NextPlan:
-    """Return the next plan for a dry run, or the final plan.
-
-    Args:
-        share: inputs of the choice.
-        ranks: world size.
-        calibration: measured link.
-        ran: dry runs so far.
-        refusal: reason why no dry run is possible, or "".
-
-    Raises:
-        InfeasibleError: no plan meets the limits.
-    """
+    """Return the next plan for a dry run, or the final plan."""
     if not refusal and len(ran) >= MOST_REHEARSALS:
         try:
             return _NextPlan(share.plan(ranks, calibration, CompletedDryRuns(ran, only=True)), is_last=True)

@@ -6,29 +6,38 @@ import contextlib
 import itertools
 import json
 import os
+import queue
 import socket
+import threading
+import time
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from trimtab.core import validation
 from trimtab.core.errors import RankError, ValueGivenError
-from trimtab.distributed.heartbeat import HeartbeatTimeout, await_value, last_words, send_heartbeats, write_value
 from trimtab.distributed.launched_rank import rank_lost, ranks_failed
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
+T = TypeVar("T")
 
 # Seconds after which an awaited rank counts as dead. torch's defaults are 10 and 30 minutes.
 TIMEOUT_S = 60.0
 # Additional seconds for NCCL, which aborts the process without a message: trimtab's own error should come first.
 _AFTER_S = 30.0
 ENVIRONMENT = "ranks.environment"  # code of errors in variables set by launchers
+_BEAT_S = 2.0  # between two heartbeats, in long time limits
+_SOONEST_S, _LATEST_S = 0.001, 0.25  # seconds between two polls, increasing with the waiting time
+_HEAR_S = 4 * _LATEST_S
+# Keys written by this rank with their number of readers, per store; weak, because a store must be free to end.
+_written: weakref.WeakKeyDictionary[Store, list[tuple[str, int]]] = weakref.WeakKeyDictionary()
 _numbers = itertools.count()  # the same on all ranks, because they call in the same order
 _is_apart = False
 _joined_s: float | None = None
@@ -60,7 +69,15 @@ def job_position(environment: Mapping[str, str] | None = None) -> JobPosition:
     for rank, number, local in _LAUNCHERS.values():
         if rank in variables and number in variables:
             found = JobPosition(*(_number(name, variables.get(name, "0")) for name in (rank, number, local)))
-            _require_rank(rank, number, found)
+            if found.rank >= found.num_ranks:
+                raise ValueGivenError(
+                    rank,
+                    got=f"{found.rank}",
+                    expected=f"from 0 to {found.num_ranks - 1}",
+                    problem=f"{rank}={found.rank} is not below {number}={found.num_ranks}.",
+                    hint="Start the ranks with torchrun or srun, which set both variables.",
+                    code=ENVIRONMENT,
+                )
             return found
     return JobPosition()
 
@@ -101,7 +118,9 @@ def process_group(timeout_s: float | None = None) -> Iterator[JobPosition]:
         with limited_to(limit_s):
             yield found
     except BaseException:
-        _give_up()
+        # NCCL would otherwise wait for collectives of a lost rank.
+        abort = getattr(dist.distributed_c10d, "_abort_process_group", None)
+        (abort if abort is not None and "nccl" in backends().values() else dist.destroy_process_group)()
         raise
     dist.destroy_process_group()
 
@@ -112,15 +131,6 @@ def limit_host(seconds: float) -> None:
     assert world is not None
     # torch has no public name for either; its own `_set_pg_timeout` would change NCCL's limit too.
     world._get_backend(host)._set_default_timeout(timedelta(seconds=seconds))
-
-
-def _give_up() -> None:
-    """Abort the job's groups after an error: NCCL would otherwise wait for collectives of the lost rank."""
-    abort = getattr(dist.distributed_c10d, "_abort_process_group", None)
-    if abort is not None and "nccl" in backends().values():
-        abort()
-    else:
-        dist.destroy_process_group()
 
 
 def has_joined() -> bool:
@@ -185,18 +195,6 @@ def _number(name: str, value: str) -> int:
     return int(value)
 
 
-def _require_rank(rank: str, number: str, found: JobPosition) -> None:
-    if found.rank >= found.num_ranks:
-        raise ValueGivenError(
-            rank,
-            got=f"{found.rank}",
-            expected=f"from 0 to {found.num_ranks - 1}",
-            problem=f"{rank}={found.rank} is not below {number}={found.num_ranks}.",
-            hint="Start the ranks with torchrun or srun, which set both variables.",
-            code=ENVIRONMENT,
-        )
-
-
 def job_store() -> Store:
     """Return the job's store, for messages outside of collectives."""
     found: Store = dist.distributed_c10d._get_default_store()  # torch has no public name for it
@@ -208,8 +206,6 @@ def words_of_all(topic: str, own: str, limit_s: float) -> list[str]:
 
     Args:
         topic: unique name within a job.
-        own: text of this rank.
-        limit_s: time limit in seconds.
 
     Raises:
         RuntimeError, dist.DistError: a rank sent nothing within the limit, or the store is gone.
@@ -223,19 +219,19 @@ def words_of_all(topic: str, own: str, limit_s: float) -> list[str]:
 
 def total(value: float) -> float:
     """Return the sum of a number over ranks; a collective."""
-    if not (dist.is_available() and dist.is_initialized()):
-        return value
-    found = _figure(value)
-    dist.all_reduce(found)
-    return float(found)
+    return _reduced(value, dist.ReduceOp.SUM)
 
 
 def max_over_ranks(seconds: float) -> float:
     """Return the maximum of a number over ranks; a collective."""
+    return _reduced(seconds, dist.ReduceOp.MAX)
+
+
+def _reduced(value: float, op: Any) -> float:
     if not (dist.is_available() and dist.is_initialized()):
-        return seconds
-    found = _figure(seconds)
-    dist.all_reduce(found, op=dist.ReduceOp.MAX)
+        return value
+    found = _figure(value)
+    dist.all_reduce(found, op=op)
     return float(found)
 
 
@@ -245,14 +241,18 @@ def _figure(value: float) -> torch.Tensor:
     return torch.tensor(value, dtype=torch.float64, device="cpu" if "cpu" in kinds else next(iter(kinds)))
 
 
-@contextlib.contextmanager
-def _apart() -> Iterator[None]:
-    global _is_apart
-    _is_apart = True
-    try:
-        yield
-    finally:
-        _is_apart = False
+def has_peers() -> bool:
+    """Return True if this process is a rank of several."""
+    return bool(dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1)
+
+
+def gather_objects(own: T, group: dist.ProcessGroup | None = None) -> list[T]:
+    """Return a picklable value of every rank, by rank; a collective."""
+    if not has_peers():
+        return [own]
+    found: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(found, own, group=group)
+    return found
 
 
 def is_apart() -> bool:
@@ -264,22 +264,25 @@ def from_first(make: Callable[[], str], topic: str = "") -> str:
     """Return the result of `make` on rank 0 to all ranks; the wait lasts as long as rank 0 sends heartbeats.
 
     Args:
-        make: called on rank 0.
         topic: unique name within a job; without a topic, all ranks must call in the same order.
 
     Raises:
         RankError: on the remaining ranks: rank 0 failed, or sent no heartbeat within the time limit.
     """
-    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+    if not has_peers():
         return make()
+    global _is_apart
     store, key = job_store(), f"trimtab/from_first/{topic or next(_numbers)}"
     if dist.get_rank() == 0:
         try:
-            with _apart(), send_heartbeats(store, key, time_limit_s()):
+            with send_heartbeats(store, key, time_limit_s()):
+                _is_apart = True
                 made = make()
         except BaseException as error:
             last_words(store, key, f"!{type(error).__name__}: {error}", dist.get_world_size() - 1)
             raise
+        finally:
+            _is_apart = False
         write_value(store, key, "=" + made, dist.get_world_size() - 1)
         return made
     try:
@@ -297,17 +300,11 @@ def first_ended_by(error: RankError, kind: type[Exception]) -> bool:
     return 0 in error.ranks and error.cause == kind.__name__
 
 
-# Gather results of long, independent work on every rank, with heartbeats instead of a fixed timeout.
-
-
 def words_at_work(make: Callable[[], str], topic: str) -> list[str]:
     """Return the results of `make` of all ranks; waits for the slowest.
 
-    Rank 0 collects and redistributes the results, so store traffic grows linearly with the number of ranks.
-
-    Args:
-        make: called on every rank.
-        topic: unique name within a job.
+    Works of any length are awaited, as in `from_first`. Rank 0 collects and redistributes the results, so store traffic
+    grows linearly with the number of ranks.
 
     Raises:
         RankError: a rank failed, or sent no heartbeat within the time limit.
@@ -331,3 +328,111 @@ def _word_of(store: Store, rank: int, key: str, limit_s: float) -> str:
         return await_value(store, key, limit_s)
     except HeartbeatTimeout as silence:
         raise rank_lost(rank, str(silence)) from silence
+
+
+# Heartbeats in the job's store: work of any length is awaited while its rank is alive, and a dead rank is detected.
+
+
+class HeartbeatTimeout(Exception):
+    """No heartbeat within the time limit."""
+
+
+@contextlib.contextmanager
+def send_heartbeats(store: Store, key: str, limit_s: float) -> Iterator[None]:
+    """Increment a heartbeat counter while the block runs, several times per time limit.
+
+    Args:
+        limit_s: time limit of the readers.
+    """
+    is_over = threading.Event()
+
+    def beat() -> None:
+        with contextlib.suppress(RuntimeError):  # a lost store raises at the next write of the caller
+            while not is_over.wait(min(_BEAT_S, limit_s / 4)):
+                store.add(_beats(key), 1)
+
+    thread = threading.Thread(target=beat, name="trimtab heartbeat", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        thread.join(limit_s)
+
+
+def await_value(store: Store, key: str, limit_s: float) -> str:
+    """Return the value of a key, waiting as long as its writer sends heartbeats.
+
+    Args:
+        limit_s: maximum seconds between two heartbeats.
+
+    Raises:
+        Silence: no heartbeat within the limit, or the store is gone.
+    """
+    news: queue.SimpleQueue[str | RuntimeError | None] = queue.SimpleQueue()
+    is_over = threading.Event()
+    # In a thread, because a store in a stopped process does not even return a timeout.
+    threading.Thread(target=_look, args=(store, key, news, is_over), name="trimtab listener", daemon=True).start()
+    try:
+        while (found := news.get(timeout=limit_s)) is None:
+            pass
+    except queue.Empty:
+        raise HeartbeatTimeout(f"no heartbeat for {limit_s:g} s") from None
+    finally:
+        is_over.set()
+    if isinstance(found, RuntimeError):
+        raise HeartbeatTimeout("the connection to the job's TCPStore ended") from found
+    return found
+
+
+def _look(store: Store, key: str, news: queue.SimpleQueue[str | RuntimeError | None], is_over: threading.Event) -> None:
+    """Put the value once found, None for every new heartbeat, or an error of the store."""
+    wait_s, last = _SOONEST_S, -1
+    try:
+        while not is_over.is_set():
+            if store.check([key]):
+                found = store.get(key).decode()
+                with contextlib.suppress(RuntimeError):
+                    store.add(_heard(key), 1)
+                news.put(found)
+                return
+            if (count := store.add(_beats(key), 0)) != last:
+                last = count
+                news.put(None)
+            time.sleep(wait_s)
+            wait_s = min(2 * wait_s, _LATEST_S)
+    except RuntimeError as error:
+        news.put(error)
+
+
+def write_value(store: Store, key: str, text: str, readers: int) -> None:
+    """Write a value for a number of readers, and delete earlier values that all readers have fetched."""
+    store.set(key, text)
+    before = _written.get(store, [])
+    _written[store] = [each for each in before if not _is_removed(store, *each)] + [(key, readers)]
+
+
+def _is_removed(store: Store, key: str, readers: int) -> bool:
+    """Delete a key if all readers have fetched it; return True if deleted."""
+    if store.add(_heard(key), 0) < readers:
+        return False
+    for each in (key, _beats(key), _heard(key)):
+        store.delete_key(each)
+    return True
+
+
+def last_words(store: Store, key: str, text: str, others: int) -> None:
+    """Write a value, and wait briefly for its readers, because the store may end with this process."""
+    end = time.monotonic() + _HEAR_S
+    with contextlib.suppress(RuntimeError):  # Without a store there are no readers.
+        store.set(key, text)
+        while store.add(_heard(key), 0) < others and time.monotonic() < end:
+            time.sleep(_SOONEST_S)
+
+
+def _heard(key: str) -> str:
+    return f"{key}/heard"
+
+
+def _beats(key: str) -> str:
+    return f"{key}/beats"

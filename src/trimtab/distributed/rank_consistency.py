@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.utils.data import Subset, TensorDataset
 
 from trimtab.core.errors import UsageError, ValueGivenError
-from trimtab.distributed.host_gather import RankExchange, has_peers
+from trimtab.distributed.host_gather import RankExchange
+from trimtab.distributed.process_group import has_peers
 from trimtab.measure.gradient_norms import is_sharded
 from trimtab.training.gradient_sync import data_parallel
 from trimtab.training.metadata_exchange import MetadataExchange
@@ -39,13 +40,7 @@ def require_alike(
     """Raise if values differ between ranks; a collective.
 
     Args:
-        field: field of the error.
-        own: this rank's values, by name.
-        exchange: connection to the ranks.
         what: plural noun for the owner of the values ("plans"), for the message.
-        expected: text of the error.
-        hint: text of the error.
-        error: class of the error.
 
     Raises:
         UsageError: of class `error`, on every rank: the differing values and their ranks.
@@ -75,9 +70,6 @@ def require_same_loop(
     """Raise if the model or optimizer differs between ranks; a collective.
 
     Args:
-        model: model of this rank.
-        optimizer: optimizer of this rank.
-        exchange: connection to the ranks.
         spreads: the run broadcasts rank 0's weights; otherwise the weights must already be equal.
 
     Raises:

@@ -33,11 +33,9 @@ class _FixedBlockLength(BlockLength):
         self._steps = least_steps
 
     def goes_on(self, steps: int, seconds: float) -> bool:
-        """Return True if a block with this number of steps needs another step; ignores the local clock."""
         return steps < self._steps
 
     def ended(self, steps: int, seconds: float) -> None:
-        """Set the length of the next block."""
         if steps and seconds > 0:
             self._steps = max(self._least_steps, math.ceil(self._seconds * steps / seconds))
 
@@ -57,28 +55,17 @@ class RankCoordinator(Coordinator):
             self.crowded = oversubscribed_resource()
 
     def each(self, figure: float) -> list[float]:
-        """Return a number of every rank, by rank; a collective."""
         return [figures[0] for figures in self._exchange.share([figure])]
 
     def made(self, kind: type[T], make: Callable[[], M]) -> M:
-        """Return a value created on rank 0 to all ranks; of type `kind`, or None."""
         text = from_first(lambda: to_json(make()))
         return cast(M, None if text == "null" else from_json(kind, text))
 
     def write(self, path: Path, value: object, indent: int | None = None) -> None:
-        """Write a value to a file on rank 0."""
         if self.rank == 0:
             super().write(path, value, indent)
 
     def in_turn(self, make: Callable[[], T]) -> T:
-        """Call `make` on rank 0 first, then on all ranks, so that rank 0's downloads are available to the rest.
-
-        Waits for all ranks as long as they send heartbeats.
-
-        Raises:
-            RankError: another rank failed, or sent no heartbeat within the time limit.
-            Exception: as raised by `make`.
-        """
         own, failure = list[T](), None
 
         def made() -> str:
@@ -102,21 +89,13 @@ class RankCoordinator(Coordinator):
         return own[0]
 
     def pace(self, least_steps: int, seconds: float) -> BlockLength:
-        """Return the block length controller; block lengths agree on all ranks."""
         return _FixedBlockLength(least_steps, seconds)
 
     def draw_apart(self, seed: int) -> None:
-        """Seed random generators differently per rank from here on."""
         if self.rank:
             torch.manual_seed(seed + _STREAMS * self.rank)
 
     def attempt(self, make: Callable[[], T]) -> T | None:
-        """Return the result of `make`, possibly with collectives; None on all ranks after an exception on any rank.
-
-        Raises:
-            RankError: a rank ended or sent no answer.
-            Exception: as raised by `make`, if the remaining ranks are still inside a collective.
-        """
         self._attempts += 1
         made, failure = None, None
         try:
@@ -136,7 +115,6 @@ class RankCoordinator(Coordinator):
 
     @contextlib.contextmanager
     def entering(self) -> Iterator[None]:
-        """Build an arm inside the block, on all ranks."""
         self._entered += 1
         try:
             yield
@@ -154,15 +132,12 @@ class RankCoordinator(Coordinator):
         return all(each == refusal for each in said)
 
     def may_leave(self, error: Exception) -> bool:
-        """Return True if all ranks refused this arm with the same error."""
         return error is self._refused
 
     def ended(self, error: BaseException) -> BaseException:
-        """Publish the error that ends this rank; return the root cause, possibly the error of a different rank."""
         return self._exchange.failed(error)
 
     def close(self) -> None:
-        """Close the exchange."""
         self._exchange.close()
 
 

@@ -6,18 +6,15 @@ import math
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
 from trimtab.core.energy_reading import OTHER_RANKS, Energy, MeterFacts, Provenance, absent_energy
 from trimtab.distributed.cpu_affinity import node
-from trimtab.distributed.process_group import job_position
+from trimtab.distributed.process_group import gather_objects, job_position
 from trimtab.energy.energy_meter import Meter
 from trimtab.energy.meter_selection import Metering, ReadCounters, find_meter, reads_alone, uuid_of, with_idle
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -46,12 +43,7 @@ class RankMeter:
     is_reader: bool = True
 
     def of_all(self, own: Energy, total: Callable[[float], float]) -> Energy:
-        """Return the energy of all ranks together; absent if a reading rank has no value.
-
-        Args:
-            own: energy read by this rank.
-            total: returns the sum of a number over ranks; a collective.
-        """
+        """Return the energy of all ranks together; absent if a reading rank has no value."""
         if self.job.is_absent:  # the same on all ranks, so no rank waits in the collective
             return absent_energy(self.job.reason, own.seconds)
         part = 0.0 if not self.is_reader else math.nan if own.joules is None else own.joules
@@ -67,16 +59,14 @@ def meter_of_rank(device: torch.device, metering: Metering | None = None, *, idl
     """Return this rank's meter, with every counter of a machine read by a single rank; a collective.
 
     Args:
-        device: device of this rank.
-        metering: options of the measurement.
         idle: measure idle power during a second in which all ranks do nothing.
     """
     metering = metering or Metering()
-    seats = _of_ranks(MeterPlacement(node(), job_position().local_rank, _name(device)))
+    seats = gather_objects(MeterPlacement(node(), job_position().local_rank, _name(device)))
     reads = reads_alone(device) if len(seats) == 1 else reads_of(seats, dist.get_rank(), metering)
     found = find_meter(device, metering, reads=reads)
     found = with_idle(found) if idle else found
-    each = _of_ranks(None if reads.nothing else found.facts)
+    each = gather_objects(None if reads.nothing else found.facts)
     readers = [(seat.node, facts) for seat, facts in zip(seats, each, strict=True) if facts is not None]
     own, job = found.facts, _together(readers)
     if len(readers) > 1 and not own.is_absent:
@@ -103,15 +93,6 @@ def _name(device: torch.device) -> str:
         return ""
     index = device.index if device.index is not None else torch.cuda.current_device()
     return uuid_of(index) or f"{index} of {os.environ.get('CUDA_VISIBLE_DEVICES', 'all')}"
-
-
-def _of_ranks(own: T) -> list[T]:
-    """Return the values of all ranks, by rank."""
-    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
-        return [own]
-    said: list[T] = [own] * dist.get_world_size()
-    dist.all_gather_object(said, own)
-    return said
 
 
 def _together(readers: Sequence[tuple[str, MeterFacts]]) -> MeterFacts:

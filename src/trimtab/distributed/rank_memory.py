@@ -8,7 +8,7 @@ import sys
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 from unittest import mock
 
 import torch
@@ -29,87 +29,105 @@ from trimtab.planner.rank_profile import WAYS, RankPeakMemory, Way, steps_shards
 from trimtab.profiling.candidate_traces import Batches, Sizes, apply_candidate, at_two_sizes, has_two_sizes
 from trimtab.settings.precision import autocast as autocast_of
 
-# Peak memory of a rank's step, traced on fake tensors with the model replicated or sharded by torch.
+# Kinds of micro-batches with different memory: first, middle, last.
+_DIFFERENT = 3
+# Groups are named by a running number, from 0 in the job, and looked up by name outside of the replaced tables.
+_NUMBER = 10**6
+# DTensor caches results by mesh, and treats meshes of the same shape and names as equal.
+_MESH_NAMES = ("ranks_that_are_absent",)
+_TABLES = ("_pg_map", "_pg_names", "_pg_group_ranks", "_pg_backend_config", "_tags_to_pg", "_pg_to_tag")
+_NEEDED = ("_World", "_update_default_pg", "_unregister_process_group", "_backend", "_default_pg_init_method")
 
 
-class ShardingMethod(Protocol):
-    """A sharding method: distributes a model over ranks and announces micro-batches."""
-
-    def spread(self, model: nn.Module, optimizer: Optimizer) -> None:
-        """Shard a fake model, and let the optimizer hold only the parameters that this rank steps."""
-
-    def begin(self, *, last: bool) -> None:
-        """Announce a micro-batch; `last` is True for the window's last one."""
-
-
-def trace_replica(
+def trace_ways(
     model: nn.Module,
     optimizer: Optimizer,
     loss_fn: LossFn,
-    batches: tuple[Any, Any],
-    rows: tuple[int, int],
+    batch: Any,
+    candidate: Candidate,
+    ranks: int,
     *,
-    share: ShardingMethod,
-    num_micro_batches: int = 1,
-    autocast: Autocast = contextlib.nullcontext,
+    ways: Sequence[Way] = WAYS,
     counts_scratch: bool = False,
-) -> PeakMemoryModel:
-    """Return the peak of a rank that holds the complete model (DDP, ZeRO-1).
-
-    The gradient buckets are held all the time. With a single micro-batch, each gradient is copied into a bucket when
-    complete. With several, all gradients are held in addition to the buckets until the last micro-batch has been added.
-
-    Args:
-        model: Model, real or fake.
-        optimizer: Optimizer, real or fake.
-        loss_fn: Loss that returns a mean, or (sum, count).
-        batches: Micro-batches with the sizes in `rows`.
-        rows: The two micro-batch sizes in samples, smaller first and at least 2.
-        share: Sharding of the optimizer state.
-        num_micro_batches: Micro-batches per window. More than two need the same memory as two.
-        autocast: Context of the forward.
-        counts_scratch: True to add operator workspace.
+) -> tuple[RankPeakMemory, ...]:
+    """Return a candidate's peaks for several ways to shard a model; empty if the batch has too few samples to split.
 
     Raises:
-        ModelError: The step cannot be traced.
+        ModelError: the step cannot be traced.
     """
-    steps = _traced(model, optimizer, loss_fn, batches, autocast, share, StorageTracker())
-    phases = [step.by_phase(counts_scratch=counts_scratch) for step in steps]
-    few, many = ([*step.again(found), found[-1]] for step, found in zip(steps, phases, strict=True))
-    peak = _through(few, many, rows)
-    return peak.beside(steps[0].gradient_bytes) if num_micro_batches > 1 else peak
+    if not has_two_sizes(batch):
+        return ()
+    forward = functools.partial(autocast_of, candidate.precision, next(model.parameters()).device)
+    seen: dict[str, Any] = {"autocast": forward, "counts_scratch": counts_scratch}
+
+    def peak(way: Way, number: int) -> PeakMemoryModel:
+        how = Parallelism(ranks, way[0], reduces_once=way[1])
+
+        def trace(rows: Sizes, batches: Batches) -> PeakMemoryModel:
+            return trace_rank(model, optimizer, loss_fn, batches, rows, how, num_micro_batches=number, **seen)
+
+        return at_two_sizes(batch, trace)
+
+    @functools.cache
+    def whole(stage: int) -> PeakMemoryModel:  # with one micro-batch, gradients are reduced once in either way
+        return peak((stage, True), 1)
+
+    def of(way: Way) -> RankPeakMemory:
+        fuses = way[0] < 2 or steps_shards_fused(type(optimizer).__name__)
+        own = candidate if fuses else replace(candidate, fused_optimizer=False)
+        with apply_candidate(model, optimizer, own):
+            return RankPeakMemory(candidate, way, whole(way[0]), peak(way, _DIFFERENT))
+
+    return tuple(map(of, ways))
 
 
-def trace_shard(
+def trace_rank(
     model: nn.Module,
     optimizer: Optimizer,
     loss_fn: LossFn,
     batches: tuple[Any, Any],
     rows: tuple[int, int],
+    how: Parallelism,
     *,
-    share: ShardingMethod,
     num_micro_batches: int = 1,
     autocast: Autocast = contextlib.nullcontext,
     counts_scratch: bool = False,
 ) -> PeakMemoryModel:
-    """Return the peak of a rank that holds shards of the parameters (FSDP2).
-
-    Other arguments are those of `trace_replica`.
+    """Return the peak memory of a rank's step as a function of its micro-batch size.
 
     Args:
-        num_micro_batches: Micro-batches per window. More than three need the same memory as three.
+        model: real or fake model, as the optimizer.
+        loss_fn: loss that returns a mean, or (sum, count).
+        batches: micro-batches with the sizes in `rows`.
+        rows: two micro-batch sizes in samples, smaller first and at least 2.
+        num_micro_batches: micro-batches per step; more than three need no more memory than three.
+        counts_scratch: add operator workspace.
+
+    Raises:
+        ModelError: the step cannot be traced.
+        ValueGivenError: a single rank.
+        DependencyError: torch has no fake process group.
     """
-    device = next(model.parameters()).device.type
-    with ShardStorages(has_copies=device == "cpu" and counts_scratch).watching() as storages:
-        steps = _traced(model, optimizer, loss_fn, batches, autocast, share, storages, num_micro_batches, warms=True)
-    few, many = (step.by_phase(counts_scratch=counts_scratch) for step in steps)
-    return _through(few, many, rows)
+    loop, device = (model, optimizer, loss_fn, batches, autocast), next(model.parameters()).device.type
+    with absent_ranks(how.ranks):
+        if how.zero_stage >= 2:
+            share, number = _Shard(how, mesh_of_all(device, how.ranks)), min(num_micro_batches, _DIFFERENT)
+            with ShardStorages(has_copies=device == "cpu" and counts_scratch).watching() as storages:
+                steps = _traced(*loop, share, storages, number, warms=True)
+            return _through([step.by_phase(counts_scratch=counts_scratch) for step in steps], rows)
+        steps = _traced(*loop, _Part(model, optimizer, how), StorageTracker(), 1, warms=False)
+        phases = [step.by_phase(counts_scratch=counts_scratch) for step in steps]
+        # DDP holds its buckets all the time, and copies each complete gradient into a bucket. With several
+        # micro-batches, all gradients are held in addition until the last micro-batch has been added.
+        peak = _through([[*step.again(own), own[-1]] for step, own in zip(steps, phases, strict=True)], rows)
+        return peak.beside(steps[0].gradient_bytes) if num_micro_batches > 1 else peak
 
 
-def _through(few: list[Phase], many: list[Phase], rows: tuple[int, int]) -> PeakMemoryModel:
+def _through(phases: list[list[Phase]], rows: tuple[int, int]) -> PeakMemoryModel:
+    """Return the model of the peaks in the phases of a small and a large micro-batch."""
     parts = [
         aligned_peaks(ours, theirs, our_kinds, their_kinds)
-        for (ours, our_kinds), (theirs, their_kinds) in zip(few, many, strict=True)
+        for (ours, our_kinds), (theirs, their_kinds) in zip(*phases, strict=True)
     ]
     return PeakMemoryModel.through([v for part, _ in parts for v in part], [v for _, part in parts for v in part], rows)
 
@@ -120,18 +138,15 @@ def _traced(
     loss_fn: LossFn,
     batches: tuple[Any, Any],
     autocast: Autocast,
-    share: ShardingMethod,
+    share: _Part | _Shard,
     storages: StorageTracker,
-    num_micro_batches: int = 1,
+    num_micro_batches: int,
     *,
-    warms: bool = False,
+    warms: bool,
 ) -> list[TracedStep]:
-    """Trace a step for each batch.
-
-    Args:
-        warms: True to run a step first, which creates the memory that is kept from then on.
-    """
+    """Trace a step for each batch; `warms`: after a step that creates the memory that is kept from then on."""
     fakes, steps = FakeTensors(), list[TracedStep]()
+    how = (autocast, num_micro_batches, share.begin)
     try:
         model, optimizer = fakes.copy((model, optimizer))
         left = [fakes.copy(batch) for batch in batches]
@@ -139,16 +154,68 @@ def _traced(
             share.spread(model, optimizer)
             make_state(optimizer, storages)
             if warms:
-                TracedStep(model, optimizer, storages, left[0]).run(
-                    loss_fn, left[0], autocast, num_micro_batches, share.begin
-                )
+                TracedStep(model, optimizer, storages, left[0]).run(loss_fn, left[0], *how)
             while left:
                 steps.append(TracedStep(model, optimizer, storages, left[0], first=steps[0] if steps else None))
-                steps[-1].run(loss_fn, left[0], autocast, num_micro_batches, share.begin)
+                steps[-1].run(loss_fn, left[0], *how)
                 del left[0]  # freed here, because the next step does not hold it
     except Exception as error:  # an arbitrary model may use operators without a fake implementation
         raise cannot_trace(error) from error
     return steps
+
+
+class _Part:
+    """Rank with the whole model; at stage 1, the rank with the largest part of the optimizer state."""
+
+    def __init__(self, model: nn.Module, optimizer: Optimizer, how: Parallelism) -> None:
+        self._kept = _largest_part(model, optimizer) if how.zero_stage == 1 else None
+
+    def spread(self, model: nn.Module, optimizer: Optimizer) -> None:
+        if self._kept is None:
+            return
+        part = {parameter for name, parameter in model.named_parameters() if name in self._kept}
+        for group in optimizer.param_groups:
+            group["params"] = [each for each in group["params"] if each in part]
+        for parameter in [each for each in optimizer.state if each not in part]:
+            del optimizer.state[parameter]
+
+    def begin(self, *, last: bool) -> None:
+        """Do nothing: DDP's buckets hold gradients in any case."""
+
+
+def _largest_part(model: nn.Module, optimizer: Optimizer) -> set[str]:
+    """Return the names of the parameters in the largest partition of torch's ZeroRedundancyOptimizer."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # raised by torch's own import
+        from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    groups = [{"params": list(group["params"])} for group in optimizer.param_groups]
+    try:
+        dealt = ZeroRedundancyOptimizer(groups, optimizer_class=SGD, lr=0.0)._partition_parameters()  # type: ignore[attr-defined]
+    except Exception as error:  # for instance parameters of different dtypes
+        raise cannot_trace(error) from error
+    parts = [[parameter for group in part for parameter in group["params"]] for part in dealt]
+    largest = set(max(parts, key=lambda part: sum(each.numel() for each in part)))
+    return {name for name, parameter in model.named_parameters() if parameter in largest}
+
+
+class _Shard:
+    """Rank with a shard of every parameter, by FSDP2."""
+
+    def __init__(self, how: Parallelism, mesh: DeviceMesh) -> None:
+        from trimtab.distributed.fsdp2 import FsdpShards
+
+        dtypes = {"reduce_dtype": how.reduce_dtype, "gather_dtype": how.gather_dtype}
+        self._shards = FsdpShards(how.zero_stage, mesh, reduces_once=how.reduces_once, **dtypes)
+        self.begin = self._shards.begin
+
+    def spread(self, model: nn.Module, optimizer: Optimizer) -> None:
+        names = names_of(model, optimizer)
+        self._shards.make(model)
+        shards = dict(model.named_parameters())
+        optimizer.state.clear()
+        for group, held in zip(optimizer.param_groups, names, strict=True):
+            group["params"] = [shards[name] for name in held]
 
 
 class ShardStorages(StorageTracker):
@@ -170,7 +237,9 @@ class ShardStorages(StorageTracker):
         if any(issubclass(each, self._dtensor) for each in types):
             return NotImplemented  # DTensor calls operators on its local shards, which are recorded
         result = super().__torch_dispatch__(func, types, args, kwargs)
-        if self._has_copies and func in _copying():
+        operators = torch.ops.c10d
+        copying = (operators._reduce_scatter_base_.default, operators._allgather_base_.default)
+        if self._has_copies and func in copying:
             self._come_and_go(max(each.numel() * each.element_size() for each in args[:2]))
         return result
 
@@ -228,11 +297,6 @@ class ShardStorages(StorageTracker):
             yield self
 
 
-def _copying() -> tuple[Any, ...]:
-    operators = torch.ops.c10d
-    return (operators._reduce_scatter_base_.default, operators._allgather_base_.default)
-
-
 def _unknown_torch() -> DependencyError:
     return DependencyError(
         "torch",
@@ -245,13 +309,6 @@ def _unknown_torch() -> DependencyError:
 
 
 # A fake process group for tracing, without real ranks; the job's groups are restored afterwards.
-
-# Groups are named by a running number, from 0 in the job, and looked up by name outside of the replaced tables.
-_NUMBER = 10**6
-# DTensor caches results by mesh, and treats meshes of the same shape and names as equal.
-_MESH_NAMES = ("ranks_that_are_absent",)
-_TABLES = ("_pg_map", "_pg_names", "_pg_group_ranks", "_pg_backend_config", "_tags_to_pg", "_pg_to_tag")
-_NEEDED = ("_World", "_update_default_pg", "_unregister_process_group", "_backend", "_default_pg_init_method")
 
 
 @contextlib.contextmanager
@@ -267,12 +324,18 @@ def absent_ranks(ranks: int) -> Iterator[None]:
     if ranks < 2:
         hint = "Pass the planned number of ranks; a single process needs no trace of other ranks."
         raise ValueGivenError("ranks", got=str(ranks), expected="2 or more", hint=hint)
-    store = _store()
+    try:
+        from torch.testing._internal.distributed.fake_pg import FakeStore
+    except ImportError:
+        raise _unknown_process_groups() from None
     hook = sys.excepthook
     try:
         with mock.patch.multiple(c10d, **_emptied()):
             try:
-                _begin(store, ranks)
+                try:
+                    c10d.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
+                except Exception as error:
+                    raise _unknown_process_groups(f"{type(error).__name__}: {error}") from error
                 yield
             finally:
                 _forget()
@@ -284,21 +347,6 @@ def absent_ranks(ranks: int) -> Iterator[None]:
 def mesh_of_all(kind: str, ranks: int) -> DeviceMesh:
     """Return a mesh of the fake ranks, distinct from the job's meshes."""
     return init_device_mesh(kind, (ranks,), mesh_dim_names=_MESH_NAMES)
-
-
-def _store() -> Any:
-    try:
-        from torch.testing._internal.distributed.fake_pg import FakeStore
-    except ImportError:
-        raise _unknown_process_groups() from None
-    return FakeStore()
-
-
-def _begin(store: Any, ranks: int) -> None:
-    try:
-        c10d.init_process_group("fake", store=store, rank=0, world_size=ranks)
-    except Exception as error:
-        raise _unknown_process_groups(f"{type(error).__name__}: {error}") from error
 
 
 def _emptied() -> dict[str, Any]:
@@ -324,159 +372,3 @@ def _unknown_process_groups(reason: str = "its process groups are stored in unkn
         hint="Install torch 2.13.",
         code="torch.version_unsupported",
     )
-
-
-# Kinds of micro-batches with different memory: first, middle, last.
-_DIFFERENT = 3
-
-
-def trace_rank(
-    model: nn.Module,
-    optimizer: Optimizer,
-    loss_fn: LossFn,
-    batches: tuple[Any, Any],
-    rows: tuple[int, int],
-    how: Parallelism,
-    *,
-    num_micro_batches: int = 1,
-    autocast: Autocast = contextlib.nullcontext,
-    counts_scratch: bool = False,
-) -> PeakMemoryModel:
-    """Return the peak memory of a rank's step as a function of its micro-batch size.
-
-    Args:
-        model: model of the loop.
-        optimizer: optimizer of the loop.
-        loss_fn: loss function of the loop.
-        batches: two batches, the smaller first, with at least two samples.
-        rows: sizes of `batches`.
-        how: parallelism.
-        num_micro_batches: micro-batches per step; more than three need no more memory than three.
-        autocast: autocast context of the forward.
-        counts_scratch: as in `trimtab.measure.memory_trace.trace_step`.
-
-    Raises:
-        ModelError: the step cannot be traced.
-        ValueGivenError: a single rank.
-        DependencyError: torch has no fake process group.
-    """
-    loop, many = (model, optimizer, loss_fn, batches, rows), min(num_micro_batches, _DIFFERENT)
-    seen: dict[str, Any] = {"num_micro_batches": many, "autocast": autocast, "counts_scratch": counts_scratch}
-    with absent_ranks(how.ranks):
-        if how.zero_stage < 2:
-            return trace_replica(*loop, share=_Part(model, optimizer, how), **seen)
-        mesh = mesh_of_all(next(model.parameters()).device.type, how.ranks)
-        return trace_shard(*loop, share=_Shard(how, mesh), **seen)
-
-
-def trace_ways(
-    model: nn.Module,
-    optimizer: Optimizer,
-    loss_fn: LossFn,
-    batch: Any,
-    candidate: Candidate,
-    ranks: int,
-    *,
-    ways: Sequence[Way] = WAYS,
-    counts_scratch: bool = False,
-) -> tuple[RankPeakMemory, ...]:
-    """Return a candidate's peaks for several ways to shard a model; empty if the batch has too few samples to split.
-
-    Args:
-        model: model of the loop.
-        optimizer: optimizer of the loop.
-        loss_fn: loss function of the loop.
-        batch: a rank's part of a batch.
-        candidate: settings.
-        ranks: world size.
-        ways: ways to shard the model.
-        counts_scratch: as in `trimtab.measure.memory_trace.trace_step`.
-
-    Raises:
-        ModelError: the step cannot be traced.
-    """
-    if not has_two_sizes(batch):
-        return ()
-    forward = functools.partial(autocast_of, candidate.precision, next(model.parameters()).device)
-    seen: dict[str, Any] = {"autocast": forward, "counts_scratch": counts_scratch}
-
-    def peak(way: Way, number: int) -> PeakMemoryModel:
-        stage, reduces_once = way
-        how = Parallelism(ranks, stage, reduces_once=reduces_once)
-
-        def trace(rows: Sizes, batches: Batches) -> PeakMemoryModel:
-            return trace_rank(model, optimizer, loss_fn, batches, rows, how, num_micro_batches=number, **seen)
-
-        return at_two_sizes(batch, trace)
-
-    @functools.cache
-    def whole(stage: int) -> PeakMemoryModel:  # with one micro-batch, gradients are reduced once in either way
-        return peak((stage, True), 1)
-
-    def of(way: Way) -> RankPeakMemory:
-        fuses = way[0] < 2 or steps_shards_fused(type(optimizer).__name__)
-        own = candidate if fuses else replace(candidate, fused_optimizer=False)
-        with apply_candidate(model, optimizer, own):
-            return RankPeakMemory(candidate, way, whole(way[0]), peak(way, _DIFFERENT))
-
-    return tuple(map(of, ways))
-
-
-class _Part:
-    """Rank with the whole model; at stage 1, the rank with the largest part of the optimizer state."""
-
-    def __init__(self, model: nn.Module, optimizer: Optimizer, how: Parallelism) -> None:
-        self._kept = _largest_part(model, optimizer) if how.zero_stage == 1 else None
-
-    def spread(self, model: nn.Module, optimizer: Optimizer) -> None:
-        """Restrict the optimizer to the rank's parameters."""
-        if self._kept is None:
-            return
-        part = {parameter for name, parameter in model.named_parameters() if name in self._kept}
-        for group in optimizer.param_groups:
-            group["params"] = [each for each in group["params"] if each in part]
-        for parameter in [each for each in optimizer.state if each not in part]:
-            del optimizer.state[parameter]
-
-    def begin(self, *, last: bool) -> None:
-        """Do nothing: DDP's buckets hold gradients in any case."""
-
-
-def _largest_part(model: nn.Module, optimizer: Optimizer) -> set[str]:
-    """Return the names of the parameters in the largest partition of torch's ZeroRedundancyOptimizer.
-
-    Raises:
-        ModelError: ZeroRedundancyOptimizer refuses the parameters.
-    """
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # raised by torch's own import
-        from torch.distributed.optim import ZeroRedundancyOptimizer
-
-    groups = [{"params": list(group["params"])} for group in optimizer.param_groups]
-    try:
-        dealt = ZeroRedundancyOptimizer(groups, optimizer_class=SGD, lr=0.0)._partition_parameters()  # type: ignore[attr-defined]
-    except Exception as error:  # for instance parameters of different dtypes
-        raise cannot_trace(error) from error
-    parts = [[parameter for group in part for parameter in group["params"]] for part in dealt]
-    largest = set(max(parts, key=lambda part: sum(each.numel() for each in part)))
-    return {name for name, parameter in model.named_parameters() if parameter in largest}
-
-
-class _Shard:
-    """Rank with a shard of every parameter, by FSDP2."""
-
-    def __init__(self, how: Parallelism, mesh: DeviceMesh) -> None:
-        from trimtab.distributed.fsdp2 import FsdpShards
-
-        dtypes = {"reduce_dtype": how.reduce_dtype, "gather_dtype": how.gather_dtype}
-        self._shards = FsdpShards(how.zero_stage, mesh, reduces_once=how.reduces_once, **dtypes)
-        self.begin = self._shards.begin
-
-    def spread(self, model: nn.Module, optimizer: Optimizer) -> None:
-        """Shard the model, and point the optimizer at the shards, without state."""
-        names = names_of(model, optimizer)
-        self._shards.make(model)
-        shards = dict(model.named_parameters())
-        optimizer.state.clear()
-        for group, held in zip(optimizer.param_groups, names, strict=True):
-            group["params"] = [shards[name] for name in held]

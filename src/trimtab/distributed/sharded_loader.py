@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, get_worker_info
 
 from trimtab.core.errors import BatchError, ValueGivenError
-from trimtab.distributed.process_group import is_apart
+from trimtab.distributed.process_group import gather_objects, is_apart
 from trimtab.distributed.rank_consistency import DIFFER, dataset_facts, differing_texts, text_of
 from trimtab.state.data_state import is_stateful
 from trimtab.training.batch import BY_CONTAINERS, BatchSplitting, EmptyBatch, iterate
@@ -53,11 +53,9 @@ class _StatefulShardedLoader(ShardedLoader):
     wrapped: Any
 
     def state_dict(self) -> Any:
-        """Return the wrapped loader's state."""
         return self.wrapped.state_dict()
 
     def load_state_dict(self, state: Any) -> None:
-        """Restore the wrapped loader's state."""
         self.wrapped.load_state_dict(state)
 
 
@@ -92,11 +90,7 @@ class _Collate:
 
 
 class _RankWorkerSeed:
-    """The loader's `worker_init_fn`, preceded by a rank-dependent seed of the worker's random generators.
-
-    With equally seeded ranks, torch seeds workers equally: sample j of a batch would get the same augmentation on all
-    ranks. Rank 0's workers keep torch's seeds.
-    """
+    """The loader's `worker_init_fn`, preceded by a rank-dependent seed of the worker's random generators."""
 
     def __init__(self, rank: int, then: Callable[[int], None] | None) -> None:
         self._rank, self._then = rank, then
@@ -180,16 +174,10 @@ def shard(
 
 
 def _require_one_order(batch: Sequence[int], facts: Mapping[str, Any]) -> None:
-    """Raise `BatchError` on every rank if the first batch's order or the dataset differs; a collective.
-
-    Args:
-        batch: indices of an epoch's first batch.
-        facts: properties of the dataset, by name.
-    """
+    """Raise `BatchError` on every rank if the first batch's order or the dataset differs; a collective."""
     if not (dist.is_available() and dist.is_initialized()) or is_apart():
         return
-    said: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(said, [text_of(value) for value in (list(batch), *facts.values())])
+    said = gather_objects([text_of(value) for value in (list(batch), *facts.values())])
     names = ("order of samples", *facts)
     for name, *texts in zip(names, *said, strict=False):
         if len(set(texts)) > 1:

@@ -54,7 +54,6 @@ class Zero1Backend(DataParallel):
 
     @contextlib.contextmanager
     def stepping(self) -> Iterator[None]:
-        """Step with the options and learning rates of the user's groups."""
         rates = [group["lr"] for group in self._user.param_groups]
         for user, whole in zip(self._user.param_groups, self.optimizer.param_groups, strict=True):
             whole.update({name: value for name, value in user.items() if name != "params"})
@@ -65,7 +64,6 @@ class Zero1Backend(DataParallel):
                 user["lr"] = rate
 
     def step(self, precision: MixedPrecision) -> bool:
-        """Step this rank's parameters and receive the others; errors name a lost rank."""
         with self.exchange.explaining():
             return super().step(precision)
 

@@ -39,7 +39,6 @@ class StageMeasurements:
     """Rank 0's measurements for choosing the stage once the link is timed.
 
     Args:
-        profile: single-process profile with its limits and weights.
         traces: memory traces of a rank at every stage.
         shape_of: returns the times and sizes of a plan's micro-batch for the communication model; None if unknown.
     """
@@ -50,11 +49,6 @@ class StageMeasurements:
 
     def plan(self, ranks: int, calibration: LinkCalibration, rehearsed: CompletedDryRuns | None = None) -> Plan:
         """Return the plan for several ranks.
-
-        Args:
-            ranks: world size.
-            calibration: measured link.
-            rehearsed: earlier dry runs on these ranks.
 
         Raises:
             InfeasibleError: no stage meets the limits.
@@ -71,9 +65,6 @@ def share_of(
     Traces are made only if memory is limited or weighed, or time per step is limited, because communication adds to it.
 
     Args:
-        profile: single-process profile.
-        loop: loop of this rank.
-        progress: called with a line of text.
         adapts: the plan also changes training settings, or measures noise.
     """
     if profile.budget.memory_bytes is None and profile.objective.memory == 0 and profile.budget.time is None:
@@ -97,7 +88,6 @@ def of_replicas(profile: Profile, why: str) -> Plan:
     """Return a single-process plan for ranks that replicate the model.
 
     Args:
-        profile: single-process profile.
         why: reason for not considering sharding; "" if sharding was not requested.
 
     Raises:
@@ -140,13 +130,6 @@ def traces_of_ranks(
     profile: Profile, loop: RankLoop, ranks: int, progress: Callable[[str], None], ways: Sequence[Way] = WAYS
 ) -> tuple[RankPeakMemory, ...]:
     """Return memory traces of a rank for each candidate with a single-process trace.
-
-    Args:
-        profile: single-process profile with traces.
-        loop: loop of this rank.
-        ranks: world size.
-        progress: called with a line of text.
-        ways: ways to shard the model.
 
     Raises:
         ModelError: a step cannot be traced.

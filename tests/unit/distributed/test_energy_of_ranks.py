@@ -92,7 +92,7 @@ def told(monkeypatch, seats: list[MeterPlacement], metering: Metering, found=Non
 
     def one(rank: int, facts: list) -> RankMeter:
         answers = iter((seats, facts))
-        monkeypatch.setattr(rank_energy, "_of_ranks", lambda own: (said.append(own), next(answers))[1])
+        monkeypatch.setattr(rank_energy, "gather_objects", lambda own: (said.append(own), next(answers))[1])
         monkeypatch.setattr(rank_energy.dist, "get_rank", lambda: rank)
         return meter_of_rank(torch.device("cpu"), metering)
 
@@ -154,6 +154,6 @@ def test_a_gpu_without_a_name_is_still_one(monkeypatch):
 def test_a_launched_rank_sits_where_it_was_put(monkeypatch):
     seats = []
     monkeypatch.setattr(rank_energy, "job_position", lambda: JobPosition(3, 4, 1))
-    monkeypatch.setattr(rank_energy, "_of_ranks", lambda own: seats.append(own) or [own])
+    monkeypatch.setattr(rank_energy, "gather_objects", lambda own: seats.append(own) or [own])
     meter_of_rank(torch.device("cpu"), Metering(watts=5))
     assert (seats[0].local_rank, seats[0].device) == (1, "")

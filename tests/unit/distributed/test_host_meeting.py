@@ -36,12 +36,13 @@ class Threads:
     def get_rank(self, group):
         return group.index(self.own.rank)
 
-    def all_gather_object(self, found, own, group):
+    def gather_objects(self, own, group):
         self._said[self.own.rank] = own
         if self._lap.wait() == 0:
             self.gathered += 1
-        found[:] = [self._said[rank] for rank in group]
+        found = [self._said[rank] for rank in group]
         self._lap.wait()
+        return found
 
 
 class Job:
@@ -50,6 +51,7 @@ class Job:
     def __init__(self, ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
         self.ranks, self.dist = tuple(range(ranks)), Threads(ranks)
         monkeypatch.setattr(module, "dist", self.dist)
+        monkeypatch.setattr(module, "gather_objects", self.dist.gather_objects)
 
     def meet(self):
         """Return the mesh of each rank."""
