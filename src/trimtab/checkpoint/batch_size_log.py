@@ -96,7 +96,7 @@ class BatchSizeLog:
         if self._read.by != self._plan:
             self._decided = {index: each for index, each in self._decided.items() if index < windows}
         if self._writes:
-            lines = [_header(self._plan), *(_line(index, each) for index, each in self._decided.items())]
+            lines = [_summed({"plan": self._plan}), *(_line(index, each) for index, each in self._decided.items())]
             try:
                 self._file = written_beside(self._path, b"".join(lines))
             except OSError as error:
@@ -150,10 +150,6 @@ class BatchSizeLog:
 
 def _line(index: int, window: WindowDecision) -> bytes:
     return _summed({"window": index} | to_jsonable(window))
-
-
-def _header(plan: str) -> bytes:
-    return _summed({"plan": plan})
 
 
 def _summed(data: Mapping[str, Any]) -> bytes:

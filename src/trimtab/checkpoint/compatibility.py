@@ -83,15 +83,12 @@ def world_of(
 def changes(saved: Mapping[str, str], now: Mapping[str, str]) -> dict[str, tuple[str, str]]:
     """Return the differing facts as name -> (saved, current). Facts missing on either side are ignored."""
     found = {name: (saved[name], now[name]) for name in saved if name in now and saved[name] != now[name]}
-    if _THREADS in found and _has_each_its_threads(*found[_THREADS], int(now["ranks"])):
-        del found[_THREADS]
+    if _THREADS in found:
+        # Each rank is compared with the rank that it resumes from; a single count applies to all ranks.
+        had, has = (text.split(_BETWEEN) for text in found[_THREADS])
+        if all(has[rank % len(has)] == had[rank % len(had)] for rank in range(int(now["ranks"]))):
+            del found[_THREADS]
     return found
-
-
-def _has_each_its_threads(then: str, now: str, ranks: int) -> bool:
-    """Return True if every rank keeps the thread count of its saved rank. A single count applies to all ranks."""
-    had, has = then.split(_BETWEEN), now.split(_BETWEEN)
-    return all(has[rank % len(has)] == had[rank % len(had)] for rank in range(ranks))
 
 
 def require_accepted(found: Mapping[str, tuple[str, str]], accepts: Collection[str]) -> None:

@@ -164,7 +164,12 @@ class RankCommunication:
             raise
         except Exception as error:
             failure = error
-        self.together(lambda: _raise(failure), f"{name}/over")
+
+        def agree() -> None:
+            if failure is not None:
+                raise failure
+
+        self.together(agree, f"{name}/over")
 
     def _without_what_is_alike(self, state: Mapping[str, Any], name: str) -> Mapping[str, Any]:
         """Drop the user's additional state from this rank's files if rank 0 writes an identical copy."""
@@ -320,11 +325,6 @@ def require_kept(
 def is_in_shards(model: torch.nn.Module, plan: Plan, exchange: MetadataExchange) -> bool:
     """Return True if no rank holds all tensors of the run."""
     return is_sharded(model) or (exchange.num_ranks > 1 and bool(plan.zero_stage.value))
-
-
-def _raise(failure: Exception | None) -> None:
-    if failure is not None:
-        raise failure
 
 
 def _saved(does: Callable[[], object]) -> None:

@@ -234,7 +234,9 @@ class ShardedState(Stateful):
             OptimizerError: The optimizer steps a parameter that does not belong to the model.
         """
         self._settle()
-        groups = [_options(group) for group in self._optimizer.state_dict()["param_groups"]]
+        groups = [dict(group) for group in self._optimizer.state_dict()["param_groups"]]
+        for group in groups:
+            del group["params"]
         members, others = {}, {}
         for index, name, parameter in self._stepped(self._optimizer):
             state = self._optimizer.state.get(parameter, {})
@@ -357,10 +359,6 @@ def merge_shards(parts: Iterator[Mapping[str, Any]]) -> dict[str, Any]:
                 )
         first["others"] |= part["others"]
     return first
-
-
-def _options(group: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in group.items() if key != "params"}
 
 
 def _key(name: str, key: Any) -> str:

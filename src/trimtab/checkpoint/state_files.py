@@ -105,14 +105,6 @@ def _key(key: Any, path: str) -> Packed:
     return _SCALARS[type(key)](key, path)
 
 
-def _integer(value: int, path: str) -> Packed:
-    return value if -_WORD <= value < _WORD else {"int": hex(value)}
-
-
-def _float(value: float, path: str) -> Packed:
-    return value if value - value == 0 else {"float": struct.pack(">d", value).hex()}
-
-
 def _text(value: str, path: str) -> Packed:
     try:
         value.encode()
@@ -128,8 +120,8 @@ def _text(value: str, path: str) -> Packed:
 
 
 _SCALARS: dict[type, Callable[[Any, str], Packed]] = {
-    int: _integer,
-    float: _float,
+    int: lambda value, path: value if -_WORD <= value < _WORD else {"int": hex(value)},
+    float: lambda value, path: value if math.isfinite(value) else {"float": struct.pack(">d", value).hex()},
     str: _text,
     bytes: lambda value, path: {"bytes": base64.b64encode(value).decode()},
 }

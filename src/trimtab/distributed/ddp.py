@@ -53,7 +53,10 @@ class DataParallel(TorchBackend):
         self._sync.require_all(optimizer, of_user=False)
         broadcast_buffers(model)
         if plan.powersgd_rank.value is not None:
-            self.model.register_comm_hook(_powersgd(int(plan.powersgd_rank.value)), powerSGD_hook.powerSGD_hook)
+            power = powerSGD_hook.PowerSGDState(
+                None, matrix_approximation_rank=int(plan.powersgd_rank.value), start_powerSGD_iter=_WHOLE_WINDOWS
+            )
+            self.model.register_comm_hook(power, powerSGD_hook.powerSGD_hook)
         elif plan.reduce_dtype.value == "bf16":
             self.model.register_comm_hook(None, reduce_in_bf16)
 
@@ -148,7 +151,3 @@ def _bucket_mib(plan: Plan) -> float | None:
         return _WHOLE_MIB  # with several buckets, PowerSGD's collectives have no fixed order over gloo
     size = plan.bucket_bytes.value
     return None if size is None else int(size) / _MIB
-
-
-def _powersgd(rank: int) -> powerSGD_hook.PowerSGDState:
-    return powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=rank, start_powerSGD_iter=_WHOLE_WINDOWS)

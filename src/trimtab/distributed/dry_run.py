@@ -280,16 +280,14 @@ class DryRuns:
             for lap in range(laps):
                 for name in turns(list(arms), lap, 0, last):
                     held = runs.get(id(arms[name]))
-                    block_s[name].append(held.block_s() if held else self._block_s(arms[name]))
+                    with contextlib.nullcontext(held) if held else self._running(arms[name]) as run:
+                        block_s[name].append(run.block_s())
+                    del run
                     last = name
                 spent_s = max_over_ranks(time.perf_counter() - begin)
                 if lap + 1 >= least and spent_s * (lap + 2) / (lap + 1) > _LONGEST_S:
                     break
         return block_s
-
-    def _block_s(self, plan: Plan) -> float:
-        with self._running(plan) as run:
-            return run.block_s()
 
     def _peaks(self, plan: Plan) -> tuple[int, ...]:
         beside = storage_bytes(each for each in self._beside() if each.is_cuda)

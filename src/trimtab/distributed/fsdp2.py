@@ -46,7 +46,7 @@ def point_at(
     optimizer: torch.optim.Optimizer,
     names: list[list[Name]],
     parameters: Mapping[Name, nn.Parameter],
-    move: Callable[[Tensor, nn.Parameter], Tensor],
+    move: Callable[[Tensor, Any], Tensor],
 ) -> None:
     """Replace an optimizer's parameters by the new parameters of the same names, and move their state.
 
@@ -182,7 +182,12 @@ class FullySharded(TorchBackend):
         self._shards.make(model, plan.recompute_blocks)
         self.model = model
         self._used = ShardedParameterUse(model, self.exchange)
-        point_at(optimizer, names, dict(model.named_parameters()), _sharded_like)
+        point_at(
+            optimizer,
+            names,
+            dict(model.named_parameters()),
+            lambda value, parameter: distribute_tensor(value, parameter.device_mesh, parameter.placements),
+        )
         self.optimizer = optimizer
 
     def begin(self, *, last: bool) -> None:
@@ -245,7 +250,3 @@ def blocks_apart(model: nn.Module, named: tuple[str, ...]) -> list[nn.Module]:
         return bool(within) and all(uses[parameter] == count for parameter, count in within.items())
 
     return [block for block in blocks if is_apart(block)]
-
-
-def _sharded_like(value: Tensor, parameter: Any) -> Tensor:
-    return distribute_tensor(value, parameter.device_mesh, parameter.placements)

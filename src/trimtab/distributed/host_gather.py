@@ -90,17 +90,13 @@ class ErrorStore:
                     continue
                 if store.check([f"{self._prefix}/{rank}"]):
                     said[rank] = store.get(f"{self._prefix}/{rank}").decode()
-                elif not self._answers(store, rank):
-                    silent.append(rank)
+                else:
+                    try:
+                        store.wait([f"{self._prefix}/here/{rank}"], timedelta(seconds=_ANSWER_S))
+                    except (RuntimeError, dist.DistError):
+                        silent.append(rank)
             return said, silent
         return {}, [0] if self._rank else []  # without a launcher, rank 0's process holds the store
-
-    def _answers(self, store: Store, rank: int) -> bool:
-        try:
-            store.wait([f"{self._prefix}/here/{rank}"], timedelta(seconds=_ANSWER_S))
-        except (RuntimeError, dist.DistError):
-            return False
-        return True
 
     @contextlib.contextmanager
     def _store(self) -> Iterator[Store]:

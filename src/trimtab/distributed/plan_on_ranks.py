@@ -82,7 +82,14 @@ def plan_together(
         calibration = _timed(device)
         if isinstance(calibration, LinkCalibration) and rehearsal is not None:
             return _rehearsed(shares, ranks, calibration, rehearsal())
-        return from_json(Plan, from_first(lambda: to_json(_chosen(shares[0], ranks, calibration))))
+
+        def chosen() -> str:
+            if isinstance(calibration, LinkCalibration):
+                return to_json(shares[0].plan(ranks, calibration))
+            plan = for_replicas(of_replicas(shares[0].profile, calibration), ranks, calibration)
+            return to_json(_as_by_default(plan, calibration))
+
+        return from_json(Plan, from_first(chosen))
     found = from_json(BroadcastPlan, text)
     if found.shape is None or found.plan.zero_stage.value != 0:
         return found.plan
@@ -152,12 +159,6 @@ def _timed(device: torch.device) -> LinkCalibration | str:
         return calibrate(device)
     except ValueGivenError as error:
         return f"the bandwidth between the ranks could not be measured ({str(error).rstrip('.')})"
-
-
-def _chosen(share: StageMeasurements, ranks: int, calibration: LinkCalibration | str) -> Plan:
-    if isinstance(calibration, LinkCalibration):
-        return share.plan(ranks, calibration)
-    return _as_by_default(for_replicas(of_replicas(share.profile, calibration), ranks, calibration), calibration)
 
 
 def _as_by_default(plan: Plan, why: str) -> Plan:

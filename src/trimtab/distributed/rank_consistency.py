@@ -48,7 +48,9 @@ def require_alike(
     if exchange.num_ranks == 1:
         return
     texts = {name: text_of(value) for name, value in own.items()}
-    each = [dict(zip(pairs[::2], pairs[1::2], strict=True)) for pairs in map(_split, exchange.texts(_joined(texts)))]
+    sent = "\0".join(part.replace("\0", "") for pair in texts.items() for part in pair)
+    received = [text.split("\0") if text else [] for text in exchange.texts(sent)]
+    each = [dict(zip(pairs[::2], pairs[1::2], strict=True)) for pairs in received]
     names = list(dict.fromkeys(name for found in each for name in found))
     unlike = [name for name in names if len({found.get(name) for found in each}) > 1]
     if unlike:
@@ -189,14 +191,6 @@ def _numbers(value: Any) -> Any:
     if isinstance(value, tuple | list):
         return type(value)(map(_numbers, value)) if type(value) in (tuple, list) else value
     return value
-
-
-def _joined(texts: Mapping[str, str]) -> str:
-    return "\0".join(part.replace("\0", "") for pair in texts.items() for part in pair)
-
-
-def _split(text: str) -> Sequence[str]:
-    return text.split("\0") if text else []
 
 
 def differing_texts(name: str, texts: Sequence[str]) -> str:

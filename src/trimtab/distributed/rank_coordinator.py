@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import cast
 
@@ -85,7 +85,8 @@ class RankCoordinator(Coordinator):
         said = words_at_work(made_after, f"in_turn/{next(_turns)}")
         if failure is not None:
             raise failure
-        _require_none_ended(said)
+        if failed := {rank: words for rank, words in enumerate(said) if words}:
+            raise ranks_failed(failed)
         return own[0]
 
     def pace(self, least_steps: int, seconds: float) -> BlockLength:
@@ -139,9 +140,3 @@ class RankCoordinator(Coordinator):
 
     def close(self) -> None:
         self._exchange.close()
-
-
-def _require_none_ended(said: Sequence[str]) -> None:
-    """Raise `RankError` if a rank reported an error."""
-    if failed := {rank: words for rank, words in enumerate(said) if words}:
-        raise ranks_failed(failed)

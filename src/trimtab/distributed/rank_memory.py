@@ -240,13 +240,10 @@ class ShardStorages(StorageTracker):
         operators = torch.ops.c10d
         copying = (operators._reduce_scatter_base_.default, operators._allgather_base_.default)
         if self._has_copies and func in copying:
-            self._come_and_go(max(each.numel() * each.element_size() for each in args[:2]))
+            number = len(self.sizes)
+            self.sizes.append(max(each.numel() * each.element_size() for each in args[:2]))
+            self._now.events += [(number, 1), (number, -1)]
         return result
-
-    def _come_and_go(self, num_bytes: int) -> None:
-        self.sizes.append(num_bytes)
-        number = len(self.sizes) - 1
-        self._now.events += [(number, 1), (number, -1)]
 
     def number_of(self, tensor: Tensor) -> int:
         """Return the number of a tensor's storage; for a DTensor, that of its local shard."""

@@ -85,7 +85,7 @@ def _send_state(optimizer: torch.optim.Optimizer, parameter: Tensor, owner: int)
     """Broadcast the optimizer state of a parameter from its owner."""
     is_own = dist.get_rank() == owner
     state = optimizer.state.get(parameter, {}) if is_own else {}
-    shapes = {key: _shape_of(value) for key, value in state.items()}
+    shapes = {key: _Shape(value) if isinstance(value, Tensor) else value for key, value in state.items()}
     received: list[Any] = [shapes]
     dist.broadcast_object_list(received, src=owner)
     found = {}
@@ -114,7 +114,3 @@ class _Shape:
     def empty(self, parameter: Tensor) -> Tensor:
         """Return an empty contiguous tensor."""
         return torch.empty(self.shape, dtype=self.dtype, device=self.device_of(parameter))
-
-
-def _shape_of(value: Any) -> Any:
-    return _Shape(value) if isinstance(value, Tensor) else value

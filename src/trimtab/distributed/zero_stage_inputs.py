@@ -102,14 +102,10 @@ def of_replicas(profile: Profile, why: str) -> Plan:
             error.field,
             got=error.got,
             expected=error.expected,
-            problem=f"{_without_hint(error)} Each rank holds the whole model: {why}.",
+            problem=f"{str(error).removesuffix(error.hint).rstrip()} Each rank holds the whole model: {why}.",
             hint=error.hint,
             code=error.code,
         ) from error
-
-
-def _without_hint(error: InfeasibleError) -> str:
-    return str(error).removesuffix(error.hint).rstrip()
 
 
 def with_traces(profile: Profile, loop: RankLoop, progress: Callable[[str], None]) -> Profile:
