@@ -1,9 +1,9 @@
 """One of two ranks that differ in a single thing; run by test_ranks_that_differ.py.
 
-    python alike_rank.py RANK RANKS FOLDER WRAP WHAT
+    python alike_rank.py RANK RANKS FOLDER WRAP/WHAT ...
 
-WRAP is how the model is spread ("ddp", "own", "zero-2"), WHAT differs on the last rank. Each rank writes the type, code
-and text of the error that it ends with.
+WRAP is how the model is spread ("ddp", "own", "zero-2"), WHAT differs on the last rank. Each rank writes, of each job,
+the type, code and text of the error that it ends with.
 """
 
 from __future__ import annotations
@@ -71,9 +71,8 @@ def train(ranks: int, wrap: str, what: str, is_other: bool) -> None:
             run.train_step(window, loss)
 
 
-def main(rank: int, ranks: int, folder: Path, wrap: str, what: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=ranks)
+def job(rank: int, ranks: int, meet: Path, wrap: str, what: str) -> dict:
+    dist.init_process_group("gloo", init_method=f"file://{meet}", rank=rank, world_size=ranks)
     found = {"error": "", "code": "", "said": ""}
     with warnings.catch_warnings(record=True) as warned, limited_to(20.0):
         warnings.simplefilter("always")
@@ -81,7 +80,14 @@ def main(rank: int, ranks: int, folder: Path, wrap: str, what: str) -> None:
             train(ranks, wrap, what, is_other=rank == ranks - 1)
         except TrimtabError as error:
             found = {"error": type(error).__name__, "code": error.code, "said": str(error)}
-    found["warned"] = [str(each.message) for each in warned if issubclass(each.category, RuntimeWarning)]
+    dist.barrier()
+    dist.destroy_process_group()
+    return found | {"warned": [str(each.message) for each in warned if issubclass(each.category, RuntimeWarning)]}
+
+
+def main(rank: int, ranks: int, folder: Path, *jobs: str) -> None:
+    torch.set_num_threads(1)
+    found = {name: job(rank, ranks, folder / name.replace("/", "-"), *name.split("/")) for name in jobs}
     (folder / f"rank-{rank}.json").write_text(json.dumps(found))
 
 

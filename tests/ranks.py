@@ -17,6 +17,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 TESTS = Path(__file__).parent
 _SERVERS, _LOOK_S, _LIMIT_S = 2, 0.005, 600.0
@@ -35,6 +36,56 @@ def run_ranks(code: str, folder: Path, *arguments: object, ranks: int = 2, compi
     """Run `code` as rank 0, 1, ..., with the rank, the folder to meet in and what else it needs as arguments."""
     given = [(rank, folder, *arguments) for rank in range(ranks)]
     _run(code, folder, given, compiles=compiles)
+
+
+_CASES = """
+import json, os, sys, time
+from pathlib import Path
+import torch
+import torch.distributed as dist
+from torch import nn
+import trimtab
+
+rank, ranks, cases = int(sys.argv[1]), int(sys.argv[2]), json.loads(Path(sys.argv[3]).read_text())
+torch.set_num_threads(1)
+for number, (code, case) in enumerate(cases):
+    folder = Path(sys.argv[3]).with_name(str(number))
+    if ranks > 1:
+        dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=ranks)
+    names = globals() | {"found": None}
+    exec(compile(code, f"<case {number}: {case}>", "exec"), names)
+    (folder / f"rank-{rank}.json").write_text(json.dumps(names["found"]))
+    if dist.is_initialized():
+        dist.barrier()
+        dist.destroy_process_group()
+os._exit(0)  # gloo's threads may outlive the interpreter, and end it with an error
+"""
+
+
+def run_cases(code: str, folder: Path, *cases: object, ranks: int = 2, compiles: bool = False) -> list[list[Any]]:
+    """Run `code` once per case, in one launch of ranks; returns its `found` of each rank, by case.
+
+    The code is a program that has `rank`, `ranks`, `folder` (its own, of all ranks), `case` (any JSON), json, os, sys,
+    time, Path, torch, dist, nn and trimtab, in a process group of its own. What it changes of modules, it has to
+    restore, unless later cases want it too.
+    """
+    return run_codes(folder, [(code, case) for case in cases], ranks=ranks, compiles=compiles)
+
+
+def run_codes(
+    folder: Path, cases: Sequence[tuple[str, object]], *, ranks: int = 2, compiles: bool = False
+) -> list[list[Any]]:
+    """Run (code, case) after (code, case) as `run_cases` does."""
+    for number in range(len(cases)):
+        (folder / str(number)).mkdir()
+    (folder / "cases.json").write_text(json.dumps([(textwrap.dedent(code), case) for code, case in cases]))
+    _run(_CASES, folder, [(rank, ranks, folder / "cases.json") for rank in range(ranks)], compiles=compiles)
+    return [reports(folder / str(number), ranks) for number in range(len(cases))]
+
+
+def reports(folder: Path, ranks: int = 2) -> list[Any]:
+    """Return what each rank wrote into `rank-N.json`."""
+    return [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(ranks)]
 
 
 def _run(code: str, folder: Path, arguments: Sequence[tuple[object, ...]], **how: object) -> None:

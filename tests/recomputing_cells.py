@@ -9,26 +9,19 @@ each weight's gradient times the weight is y.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from ranks import run_ranks
+from ranks import run_cases
 
 Cell = tuple[str, str, str, str, str]  # how, block, precision, mode, name of the schedule
 
 RANK = """
-    import sys
-    import torch
-    import torch.distributed as dist
-    from torch import nn
     from torch.distributed.fsdp import fully_shard
     from torch.nn.parallel import DistributedDataParallel
-    import trimtab
 
-    rank, folder, how, block, precision, compiled, text = int(sys.argv[1]), *sys.argv[2:8]
-    torch.set_num_threads(1)
-    if how != "alone":
-        dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
+    how, block, precision, compiled, text = case
+    torch.compiler.reset()  # or the cell's code would count as recompiled for those before
     L, ROWS, WIDTH, STEPS = 4, 6, 8, 4
     compiled, names = compiled == "compiled", tuple(f"blocks.{index}" for index in range(L))
     NEAR = {"fp32": 1e-5, "bf16": 2e-2, "fp16": 5e-3}[precision]
@@ -145,9 +138,6 @@ RANK = """
         return whole.chunk(2)[rank]
 
     (check_masks if compiled else check_the_same)()
-    if how != "alone":
-        dist.barrier()
-        dist.destroy_process_group()
 """
 
 SCHEDULES = {
@@ -186,8 +176,8 @@ def covering() -> list[Cell]:
     return chosen
 
 
-def check_cell(cell: Cell, folder: Path) -> None:
-    """Run a cell; it raises where it is not the loop that keeps all."""
-    how, block, precision, mode, name = cell
-    given = (how, block, precision, mode, SCHEDULES[name])
-    run_ranks(RANK, folder, *given, ranks=1 if how == "alone" else 2, compiles=mode == "compiled")
+def check_cells(which: Sequence[Cell], folder: Path) -> None:
+    """Run cells that are all alone or all of two ranks; the first that is not the loop that keeps all is named."""
+    given = [(how, block, precision, mode, SCHEDULES[name]) for how, block, precision, mode, name in which]
+    compiles = any("compiled" in cell for cell in which)
+    run_cases(RANK, folder, *given, ranks=1 if "alone" in which[0] else 2, compiles=compiles)

@@ -90,15 +90,15 @@ def test_the_optimizer_object_holds_the_same_groups_with_their_state_afterwards(
 
 
 @pytest.mark.parametrize(
-    ("mutant", "case"),
+    ("mutant", "cases"),
     [
-        ("mean-of-means", "ddp/tokens"),
-        ("mean-of-means", "zero-3/tokens"),
-        ("local-clip", "zero-3/tokens-k3-clip"),
-        ("lost-rows", "ddp/uneven-ends"),
+        ("mean-of-means", ("ddp/tokens", "zero-3/tokens")),
+        ("local-clip", ("zero-3/tokens-k3-clip",)),
+        ("lost-rows", ("ddp/uneven-ends",)),
     ],
 )
-def test_the_comparison_notices_what_would_be_wrong(tmp_path, mutant, case):
-    found = job(tmp_path, 2, f"^{case}$", mutant)[case]
-    with pytest.raises(AssertionError):
-        check(found, case)
+def test_the_comparison_notices_what_would_be_wrong(tmp_path, mutant, cases):
+    found = job(tmp_path, 2, "|".join(f"^{case}$" for case in cases), mutant)
+    for case in cases:
+        with pytest.raises(AssertionError):
+            check(found[case], case)

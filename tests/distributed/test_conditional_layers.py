@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 from conditional_rank import CASES
-from ranks import TESTS, run_program, started
+from ranks import TESTS, reports, run_program, started
 
 PROGRAM = TESTS / "conditional_rank.py"
 EXACT = 1e-12  # relative, per parameter, in double precision
@@ -41,10 +40,6 @@ def on_three(tmp_path_factory):
     folder = tmp_path_factory.mktemp("three")
     run_program(PROGRAM, folder, "^(ddp|own)/(drawn|heads-drawn|whole-drawn)$", ranks=3)
     return reports(folder, ranks=3)
-
-
-def reports(folder: Path, ranks: int = 2) -> list[dict]:
-    return [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(ranks)]
 
 
 def check(found: list[dict], name: str) -> None:

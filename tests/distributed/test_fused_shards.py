@@ -2,24 +2,14 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
-from ranks import run_ranks
+from ranks import run_cases
 
 RANK = """
-    import json, sys
-    import torch
-    import torch.distributed as dist
-    from torch import nn
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
-    import trimtab
     from trimtab.core.errors import OptimizerError
 
-    torch.set_num_threads(1)
-    rank, folder = int(sys.argv[1]), sys.argv[2]
-    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
     mesh = init_device_mesh("cpu", (2,))
 
     def by_torch(kind):
@@ -52,17 +42,12 @@ RANK = """
         ("replicas", sgd, 0, True, False), ("adamw", adamw, 3, True, False),
     ):
         found[name] = by_us(*case)
-    with open(f"{folder}/{rank}.json", "w") as file:
-        json.dump(found, file)
-    dist.destroy_process_group()
 """
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("fused")
-    run_ranks(RANK, folder)
-    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
+    return run_cases(RANK, tmp_path_factory.mktemp("fused"), "all")[0]
 
 
 def test_torch_steps_shards_fused_by_adamw_and_not_by_sgd(found):

@@ -2,26 +2,16 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
-from ranks import run_ranks
+from ranks import run_cases
 
 RANK = """
-    import json, sys
-    import torch
-    import torch.distributed as dist
-    from torch import nn
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
     from torch.nn.parallel import DistributedDataParallel
-    import trimtab
     from trimtab.core.errors import TrimtabError
     from trimtab.training.user_hooks import gradient_hooks
 
-    torch.set_num_threads(1)
-    rank, folder = int(sys.argv[1]), sys.argv[2]
-    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
     mesh = init_device_mesh("cpu", (2,))
 
     def built(wrapper, hook=False):
@@ -68,9 +58,6 @@ RANK = """
         "modules": trained("ddp", modules=[nn.Linear(2, 2)]),
         "modules planned": planned([nn.Linear(2, 2)]),
     }
-    with open(f"{folder}/{rank}.json", "w") as file:
-        json.dump(found, file)
-    dist.destroy_process_group()
 """
 
 EXPECTED = {
@@ -86,9 +73,7 @@ EXPECTED = {
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("hooks")
-    run_ranks(RANK, folder)
-    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
+    return run_cases(RANK, tmp_path_factory.mktemp("hooks"), "all")[0]
 
 
 @pytest.mark.parametrize("case", EXPECTED)

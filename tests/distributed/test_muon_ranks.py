@@ -2,28 +2,19 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 import torch
 from rank_cases import Tokens
-from ranks import run_ranks
+from ranks import run_cases
 
 import trimtab
 
 RANK = """
-    import json, sys
-    import torch
-    import torch.distributed as dist
     from torch.distributed.fsdp import fully_shard
     from torch.nn.parallel import DistributedDataParallel
-    import trimtab
     from rank_cases import Tokens
     from trimtab.core.errors import ModelError
 
-    torch.set_num_threads(1)
-    rank, folder, who = int(sys.argv[1]), sys.argv[2], sys.argv[3]
-    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
     torch.manual_seed(0)
     model = Tokens(torch.float32)
 
@@ -35,15 +26,13 @@ RANK = """
             tokens = torch.randint(11, (4, 7), generator=torch.Generator().manual_seed(step))[rows]
             yield tokens[:, :-1], tokens[:, 1:]
 
-    refused = ""
-    if who == "sharded":
+    if case == "sharded":
         for block in model.blocks:
             fully_shard(block)
         fully_shard(model)
-    by_loop = who == "loop"
-    called = DistributedDataParallel(model) if by_loop else model
+    called = DistributedDataParallel(model) if case == "loop" else model
     optimizer = torch.optim.AdamW(called.parameters(), lr=1e-2)
-    stage = {"num_ranks": 2, "zero_stage": 0} if who == "plan" else {}
+    stage = {"num_ranks": 2, "zero_stage": 0} if case == "plan" else {}
     plan = trimtab.Plan.fixed(2, 1, optimizer="muon", **stage)
     try:
         with trimtab.start(called, optimizer, plan) as run:
@@ -51,18 +40,16 @@ RANK = """
                 run.train_step(window, loss_fn)
             momentum = [float(each.double().sum()) for each in run.state_dict()["muon"]["momentum_buffer"]]
         weights = torch.cat([p.detach().flatten() for p in model.parameters()]).tolist()
+        found = {"weights": weights, "momentum": momentum}
     except ModelError as error:
-        weights, momentum, refused = [], [], str(error)
-    with open(f"{folder}/rank-{rank}.json", "w") as file:
-        json.dump({"weights": weights, "momentum": momentum, "refused": refused}, file)
-    dist.barrier()
-    dist.destroy_process_group()
+        found = {"refused": str(error)}
 """
+CASES = ("plan", "loop", "sharded")
 
 
-def ranks(folder, who):
-    run_ranks(RANK, folder, who)
-    return [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(2)]
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    return dict(zip(CASES, run_cases(RANK, tmp_path_factory.mktemp("muon"), *CASES), strict=True))
 
 
 def alone():
@@ -82,15 +69,13 @@ def alone():
 
 
 @pytest.mark.parametrize("who", ["plan", "loop"])
-def test_replicas_take_one_step_which_is_that_of_one_process(tmp_path, who):
-    first, second = ranks(tmp_path, who)
-    assert first["weights"] == second["weights"]
-    assert first["momentum"] == second["momentum"]
+def test_replicas_take_one_step_which_is_that_of_one_process(found, who):
+    first, second = found[who]
+    assert first == second
     ours, whole = torch.tensor(first["weights"]), alone()
     # Gradients differ by rounding, which Muon's products in bf16 (8 bits) can turn into one unit of theirs.
     assert float((ours - whole).norm() / whole.norm()) < 2**-8
 
 
-def test_shards_of_the_loops_own_are_refused(tmp_path):
-    for found in ranks(tmp_path, "sharded"):
-        assert "got sharded parameters" in found["refused"]
+def test_shards_of_the_loops_own_are_refused(found):
+    assert all("got sharded parameters" in each["refused"] for each in found["sharded"])

@@ -2,19 +2,12 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
-from ranks import run_ranks
+from ranks import run_codes
 
 RANK = """
-    import json, sys
-    import torch
-    import torch.distributed as dist
-    from torch import nn
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
-    import trimtab
     from trimtab.adaptive_batch.noise_probes import OverheadBudget
     from trimtab.adaptive_batch.gradient_noise_scale import NoiseAverage, from_partial_sums
     from trimtab.training import noise_monitor
@@ -25,9 +18,7 @@ RANK = """
         seen.append((window.trace, window.norm2, window.num, window.rows))
         add(self, window, age)
     NoiseAverage.add = noting
-    torch.set_num_threads(1)
-    rank, folder, losses, shown = int(sys.argv[1]), sys.argv[2], sys.argv[3], sys.argv[4]
-    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
+    losses, shown = case
     WINDOWS, K, ROWS, LENGTH = 12, 3, 4, 5
     SIZES = [[4, 2, 3], [3, 4, 1]]  # rows of a window's micro-batches, of each rank
 
@@ -97,20 +88,43 @@ RANK = """
         for window in run.windows(batches(rank)):
             assert window.num_micro_batches == K
             run.train_step(window, loss)
-    with open(f"{folder}/rank-{rank}.json", "w") as file:
-        json.dump({"seen": seen, "expected": expected}, file)
-    dist.barrier()
-    dist.destroy_process_group()
+    found = {"seen": seen, "expected": expected}
 """
+PADDED = """
+    from torch.distributed.fsdp import fully_shard
+    from trimtab.adaptive_batch.noise_probes import OverheadBudget
+    from trimtab.training.noise_monitor import WindowMonitor
+
+    OverheadBudget.is_due = lambda self, sparse=0: True
+    said, noise_of = [], WindowMonitor.noise_of
+    def noting(self, ranks):
+        found = noise_of(self, ranks)
+        said.append((len(ranks[0]), found is not None))
+        return found
+    WindowMonitor.noise_of = noting
+    model = nn.Linear(6, 2)
+    fully_shard(model)
+    rule = trimtab.BatchRule("fixed", k=2, learning_rate="none")
+    plan = trimtab.Plan.fixed(4, 2, batch_rule=rule)
+    rows = [4, 2 if rank else 4, 6]  # of every third window rank 1 has one micro-batch less
+    with trimtab.start(model, torch.optim.SGD(model.parameters(), lr=0.1), plan) as run:
+        for window in run.windows([torch.randn(rows[i % 3], 6) for i in range(9)]):
+            run.train_step(window, lambda model, rows: model(rows).square().mean())
+    found = said
+"""
+# The last one changes how noise is measured from then on.
+CASES = [("tokens", "by-loop"), ("means", "by-loop"), ("tokens", "by-plan"), ("means", "partial-sums")]
 
 
-@pytest.mark.parametrize(
-    ("losses", "shown"),
-    [("tokens", "by-loop"), ("means", "by-loop"), ("tokens", "by-plan"), ("means", "partial-sums")],
-)
-def test_a_window_says_what_one_process_would_of_the_same_micro_batches(losses, shown, tmp_path):
-    run_ranks(RANK, tmp_path, losses, shown)
-    one, other = (json.loads((tmp_path / f"rank-{rank}.json").read_text()) for rank in range(2))
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    """What ranks found in windows that one of them joins, and in windows of unlike micro-batches, by case."""
+    return run_codes(tmp_path_factory.mktemp("noise"), [(PADDED, None), *((RANK, case) for case in CASES)])
+
+
+@pytest.mark.parametrize("case", range(len(CASES)), ids=map("-".join, CASES))
+def test_a_window_says_what_one_process_would_of_the_same_micro_batches(found, case):
+    one, other = found[1 + case]
     assert one == other
     assert len(one["seen"]) >= 9  # the last ones are not read any more
     for (trace, norm2, num, rows), (true_trace, true_norm2, true_num, true_rows) in zip(
@@ -122,45 +136,9 @@ def test_a_window_says_what_one_process_would_of_the_same_micro_batches(losses, 
         assert rows == pytest.approx(true_rows, rel=1e-12)
 
 
-PADDED = """
-    import json, sys
-    import torch
-    import torch.distributed as dist
-    from torch import nn
-    from torch.distributed.fsdp import fully_shard
-    import trimtab
-    from trimtab.adaptive_batch.noise_probes import OverheadBudget
-    from trimtab.training.noise_monitor import WindowMonitor
-
-    OverheadBudget.is_due = lambda self, sparse=0: True
-    said, noise_of = [], WindowMonitor.noise_of
-    def noting(self, ranks):
-        found = noise_of(self, ranks)
-        said.append((len(ranks[0]), found is not None))
-        return found
-    WindowMonitor.noise_of = noting
-    torch.set_num_threads(1)
-    rank, folder = int(sys.argv[1]), sys.argv[2]
-    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
-    model = nn.Linear(6, 2)
-    fully_shard(model)
-    rule = trimtab.BatchRule("fixed", k=2, learning_rate="none")
-    plan = trimtab.Plan.fixed(4, 2, batch_rule=rule)
-    rows = [4, 2 if rank else 4, 6]  # of every third window rank 1 has one micro-batch less
-    with trimtab.start(model, torch.optim.SGD(model.parameters(), lr=0.1), plan) as run:
-        for window in run.windows([torch.randn(rows[i % 3], 6) for i in range(9)]):
-            run.train_step(window, lambda model, rows: model(rows).square().mean())
-    with open(f"{folder}/rank-{rank}.json", "w") as file:
-        json.dump(said, file)
-    dist.barrier()
-    dist.destroy_process_group()
-"""
-
-
-def test_ranks_send_as_many_figures_where_one_joins_with_a_micro_batch_that_weighs_nothing(tmp_path):
+def test_ranks_send_as_many_figures_where_one_joins_with_a_micro_batch_that_weighs_nothing(found):
     """Of windows of 2, 2 and 3 micro-batches; the second of them says nothing."""
-    run_ranks(PADDED, tmp_path)
-    one, other = (json.loads((tmp_path / f"rank-{rank}.json").read_text()) for rank in range(2))
+    one, other = found[0]
     assert one == other
     short, padded, long = [11, True], [11, False], [14, True]
     assert one == [short, padded, long, short, padded, long, short]

@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
-from ranks import run_ranks
+from ranks import run_cases
 
 from trimtab.distributed.coordinator import ALONE
 
 TASKS = Path(__file__).parents[1] / "unit" / "experiments"
 RANK = """
-    import json, os, sys
-    from pathlib import Path
-    rank, folder, case = int(sys.argv[1]), Path(sys.argv[2]), sys.argv[4]
+    case, tasks = case
     os.environ.update(RANK=str(rank), WORLD_SIZE="2", LOCAL_RANK=str(rank))
-    sys.path.insert(0, sys.argv[3])
-    import torch
-    import torch.distributed as dist
+    sys.path.insert(0, tasks)
     from tiny_task import task
     from trimtab.core.errors import RankError
     from trimtab.distributed import process_group, host_gather
@@ -26,10 +21,8 @@ RANK = """
     from trimtab.experiments.comparison_context import comparison_ranks
     from trimtab.experiments.baselines.replica import ReplicaLoop
 
-    torch.set_num_threads(1)
     host_gather._ANSWER_S = 1.0
     process_group.TIMEOUT_S = 8.0
-    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
     its_count = inspect_arm.count_flops
 
     def count(step):
@@ -51,36 +44,38 @@ RANK = """
             found["after"] = ranks.each(rank)
     except Exception as error:
         found["error"], found["ranks"] = f"{type(error).__name__}: {error}", getattr(error, "ranks", None)
-    (folder / f"rank-{rank}.json").write_text(json.dumps(found))
+    inspect_arm.count_flops = its_count
 """
 
 
-def run(folder: Path, case: str) -> list[dict]:
-    run_ranks(RANK, folder, TASKS, case)
-    return [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(2)]
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    cases = ("none", "all", "after", "a rank's end", "before")  # whose ranks end inside a collective
+    ranks = run_cases(RANK, tmp_path_factory.mktemp("attempt"), *((case, str(TASKS)) for case in cases))
+    return dict(zip(cases, ranks, strict=True))
 
 
-def test_what_all_count_is_told(tmp_path):
-    one, other = run(tmp_path, "none")
+def test_what_all_count_is_told(found):
+    one, other = found["none"]
     assert one == other
     assert one["flops"] > 0
 
 
 @pytest.mark.parametrize("case", ["all", "after"])
-def test_a_count_that_fails_on_any_is_told_by_none_and_all_go_on(tmp_path, case):
-    assert run(tmp_path, case) == [{"flops": None, "after": [0.0, 1.0]}] * 2
+def test_a_count_that_fails_on_any_is_told_by_none_and_all_go_on(found, case):
+    assert found[case] == [{"flops": None, "after": [0.0, 1.0]}] * 2
 
 
-def test_a_rank_that_fails_where_the_others_wait_for_it_ends_all_by_its_reason(tmp_path):
-    one, other = run(tmp_path, "before")
+def test_a_rank_that_fails_where_the_others_wait_for_it_ends_all_by_its_reason(found):
+    one, other = found["before"]
     assert other["error"] == "ValueError: too much for rank 1"
     assert one["error"].startswith("RankError")
     assert one["ranks"] == [1]
     assert "ValueError: too much for rank 1" in one["error"]
 
 
-def test_a_rank_s_end_is_no_count_that_failed(tmp_path):
-    for each in run(tmp_path, "a rank's end"):
+def test_a_rank_s_end_is_no_count_that_failed(found):
+    for each in found["a rank's end"]:
         assert each["error"].startswith("RankError")
 
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
-
-from ranks import run_ranks
+from ranks import reports, run_ranks
 
 RANK = """
     import json, sys, time
@@ -53,7 +51,7 @@ def test_one_meter_is_read_once_and_told_to_all(tmp_path):
     for name, text in (("name", "package-0"), ("max_energy_range_uj", "262143000000"), ("energy_uj", "1000000")):
         (zone / name).write_text(text)
     run_ranks(RANK, tmp_path)
-    found = [json.loads((tmp_path / f"rank-{rank}.json").read_text()) for rank in (0, 1)]
+    found = reports(tmp_path)
     assert [each["reads"] for each in found] == [True, False]
     assert [each["absent"] for each in found] == [False, True]
     assert [each["job"] for each in found] == [["15 W, as given"]] * 2

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from ranks import run_ranks
+from ranks import reports, run_ranks
 
 from trimtab.experiments.baselines.reference import ReferenceLoop
 from trimtab.experiments.paired_runs.inspect_arm import measure_arm
@@ -124,7 +124,7 @@ def found(tmp_path_factory) -> tuple[Path, list[dict]]:
     """What two ranks found that ran it all, by rank."""
     folder = tmp_path_factory.mktemp("in_step")
     run_ranks(RANK, folder, TASKS)
-    return folder, [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(2)]
+    return folder, reports(folder)
 
 
 def test_figures_and_files_are_rank_0s_on_all(found):

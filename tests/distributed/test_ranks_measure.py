@@ -2,19 +2,11 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-
 import pytest
-from ranks import run_ranks
+from ranks import run_codes
 
 COMMON = """
-    import itertools, json, sys
-    import torch
-    import torch.distributed as dist
-    from torch import nn
     from torch.nn.parallel import DistributedDataParallel
-    import trimtab
     from trimtab.adaptive_batch.noise_probes import OverheadBudget
     from trimtab.adaptive_batch.gradient_noise_scale import NoiseAverage
 
@@ -24,10 +16,7 @@ COMMON = """
         seen.append((window.trace, window.norm2))
         add(self, window, age)
     NoiseAverage.add = noting
-    torch.set_num_threads(1)
-    rank, folder, K = int(sys.argv[1]), sys.argv[2], int(sys.argv[3])
-    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
-    WINDOWS, ROWS = 30, 4
+    K, WINDOWS, ROWS = case, 30, 4
 
     def build():
         torch.manual_seed(0)
@@ -61,17 +50,19 @@ COMMON = """
     parts = [batches(0), batches(1)]
 """
 
-DDP = (
-    COMMON
-    + """
-    model = DistributedDataParallel(build())
+OF_EACH = """
     run(model, torch.optim.SGD(model.parameters(), lr=0.0), rule)
     expected = []
     for window in range(WINDOWS):
         each = [gradient_of(part[window * K + j]) for part in parts for j in range(K)]
         expected.append(truth(each, ROWS))
-    report = {"seen": seen, "expected": expected}
 """
+DDP = (
+    COMMON
+    + """
+    model = DistributedDataParallel(build())
+"""
+    + OF_EACH
 )
 
 UNUSED = (
@@ -100,13 +91,8 @@ UNUSED = (
     plain, batches = batches, lambda rank: marked(plain(rank))
     parts = [batches(0), batches(1)]
     model = DistributedDataParallel(build(), find_unused_parameters=True)
-    run(model, torch.optim.SGD(model.parameters(), lr=0.0), rule)
-    expected = []
-    for window in range(WINDOWS):
-        each = [gradient_of(part[window * K + j]) for part in parts for j in range(K)]
-        expected.append(truth(each, ROWS))
-    report = {"seen": seen, "expected": expected}
 """
+    + OF_EACH
 )
 
 SHARDED = (
@@ -131,7 +117,6 @@ FSDP = (
     run(model, torch.optim.SGD(model.parameters(), lr=0.0), rule)
     for window in range(WINDOWS):
         expected.append(truth([gradient_of(rows) for rows in of_both(window)], 2 * ROWS))
-    report = {"seen": seen, "expected": expected}
 """
 )
 
@@ -152,33 +137,34 @@ PARTIAL = (
         sums = torch.cumsum(torch.stack([2 * ROWS * gradient_of(rows) for rows in of_both(window)]), 0)
         one = from_partial_sums([float(each.square().sum()) for each in sums], [2 * ROWS] * K)
         expected.append((one.trace, one.norm2))
-    report = {"seen": seen, "expected": expected}
 """
 )
 
 REPORT = """
-    if rank == 0:
-        with open(f"{folder}/report.json", "w") as file:
-            json.dump(report, file)
-    dist.barrier()
-    dist.destroy_process_group()
+    found = {"seen": seen, "expected": expected}
 """
+CASES = {
+    "ddp-1": (DDP, 1),
+    "ddp-3": (DDP, 3),
+    "ddp-unused-3": (UNUSED, 3),
+    "fsdp2-3": (FSDP, 3),
+    "fsdp2-partial-sums": (PARTIAL, 3),  # the last, as it changes how noise is measured from then on
+}
 
 
-def report(code: str, k: int, folder: Path):
-    run_ranks(code + REPORT, folder, k)
-    return json.loads((folder / "report.json").read_text())
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    """What rank 0 found, by case."""
+    codes = [(code + REPORT, k) for code, k in CASES.values()]
+    ranks = run_codes(tmp_path_factory.mktemp("measure"), codes)
+    return {name: first for name, (first, _) in zip(CASES, ranks, strict=True)}
 
 
-@pytest.mark.parametrize(
-    ("code", "k"),
-    [(DDP, 1), (DDP, 3), (UNUSED, 3), (FSDP, 3), (PARTIAL, 3)],
-    ids=["ddp-1", "ddp-3", "ddp-unused-3", "fsdp2-3", "fsdp2-partial-sums"],
-)
-def test_each_window_says_what_the_gradients_of_both_ranks_do(code, k, tmp_path):
+@pytest.mark.parametrize("name", CASES)
+def test_each_window_says_what_the_gradients_of_both_ranks_do(found, name):
     """Under DDP also where the micro-batch that is reduced, in place, is a window's only one, or a gradient's first."""
-    found = report(code, k, tmp_path)
-    assert len(found["seen"]) >= 27
-    for (trace, norm2), (true_trace, true_norm2) in zip(found["seen"], found["expected"], strict=False):
+    seen, expected = found[name]["seen"], found[name]["expected"]
+    assert len(seen) >= 27
+    for (trace, norm2), (true_trace, true_norm2) in zip(seen, expected, strict=False):
         assert trace == pytest.approx(true_trace, rel=1e-9)
         assert norm2 == pytest.approx(true_norm2, rel=1e-9)

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-
 import pytest
-from ranks import TESTS, run_command, run_program
+from ranks import TESTS, reports, run_command, run_program
 
 from trimtab.core.plan import Plan
 from trimtab.core.serialization import to_json
@@ -15,55 +12,59 @@ PROGRAM = TESTS / "alike_rank.py"
 TINY_TASK = TESTS / "unit" / "experiments" / "tiny_task.py"
 
 
-def ranks(folder: Path, wrap: str, what: str, number: int = 2) -> list[dict]:
-    run_program(PROGRAM, folder, wrap, what, ranks=number)
-    return [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(number)]
+NAMED = {
+    "ddp/lr": "lr of group 0",
+    "own/tensor lr": "",
+    "own/lr": "lr of group 0",
+    "zero-2/betas": "betas of group 0",
+    "zero-1/weight decay": "weight_decay of group 0",
+    "ddp/class": "the optimizer's class",
+    "own/groups": "parameters of group 0",
+    "ddp/shapes": "parameters",
+    "ddp/frozen": "parameters",
+    "own/weights": "checksums of the parameters",
+    "ddp/state": "checksums of the optimizer state",
+    "own/plan": "micro_batch",
+    "zero-2/clip": "clip_norm",
+    "ddp/samples": "number of samples",
+    "own/values": "checksums of the values",
+    "zero-2/subset": "indices",
+    "ddp/nothing": "",
+    "zero-2/weights": "",  # which are rank 0's once the run has started
+}
+UNSHARDED = ("ddp/unsharded", "own/unsharded")
 
 
-@pytest.mark.parametrize(
-    ("wrap", "what", "named"),
-    [
-        ("ddp", "lr", "lr of group 0"),
-        ("own", "tensor lr", ""),
-        ("own", "lr", "lr of group 0"),
-        ("zero-2", "betas", "betas of group 0"),
-        ("zero-1", "weight decay", "weight_decay of group 0"),
-        ("ddp", "class", "the optimizer's class"),
-        ("own", "groups", "parameters of group 0"),
-        ("ddp", "shapes", "parameters"),
-        ("ddp", "frozen", "parameters"),
-        ("own", "weights", "checksums of the parameters"),
-        ("ddp", "state", "checksums of the optimizer state"),
-        ("own", "plan", "micro_batch"),
-        ("zero-2", "clip", "clip_norm"),
-        ("ddp", "samples", "number of samples"),
-        ("own", "values", "checksums of the values"),
-        ("zero-2", "subset", "indices"),
-        ("ddp", "nothing", ""),
-        ("zero-2", "weights", ""),  # which are rank 0's once the run has started
-    ],
-)
-def test_the_rank_and_the_value_are_named(tmp_path, wrap, what, named):
-    for each in ranks(tmp_path, wrap, what):
-        if not named:
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("alike")
+    run_program(PROGRAM, folder, *NAMED, *UNSHARDED)
+    return reports(folder)
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_the_rank_and_the_value_are_named(found, name):
+    for rank in found:
+        each = rank[name]
+        if not NAMED[name]:
             assert not each["error"], each
             continue
         assert each["code"] == "ranks.differ", each
-        assert named in each["said"]
+        assert NAMED[name] in each["said"]
         assert "on rank 1" in each["said"]
 
 
 def test_of_three_ranks_the_one_that_differs_is_named(tmp_path):
-    for each in ranks(tmp_path, "ddp", "lr", number=3):
-        assert each["code"] == "ranks.differ", each
-        assert "0.02 on rank 2" in each["said"]
+    run_program(PROGRAM, tmp_path, "ddp/lr", ranks=3)
+    for each in reports(tmp_path, 3):
+        assert each["ddp/lr"]["code"] == "ranks.differ", each
+        assert "0.02 on rank 2" in each["ddp/lr"]["said"]
 
 
-@pytest.mark.parametrize("wrap", ["ddp", "own"])
-def test_ranks_that_train_on_the_same_samples_are_warned(tmp_path, wrap):
-    found = ranks(tmp_path, wrap, "unsharded")
-    assert not any(each["error"] for each in found), found
-    assert all(any("trimtab.shard" in text for text in each["warned"]) for each in found)
+@pytest.mark.parametrize("name", UNSHARDED)
+def test_ranks_that_train_on_the_same_samples_are_warned(found, name):
+    assert not any(rank[name]["error"] for rank in found), found
+    assert all(any("trimtab.shard" in text for text in rank[name]["warned"]) for rank in found)
 
 
 OTHER = """

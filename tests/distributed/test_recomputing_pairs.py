@@ -5,14 +5,15 @@ from __future__ import annotations
 import shutil
 
 import pytest
-from recomputing_cells import cells, check_cell, covering, pairs_of
+from recomputing_cells import cells, check_cells, covering, pairs_of
 
 
-@pytest.mark.parametrize("cell", covering(), ids="-".join)
-def test_a_cell_is_the_loop_that_keeps_all(tmp_path, cell):
-    if "compiled" in cell and shutil.which("g++") is None:
+@pytest.mark.parametrize("mode", ["eager", "compiled"])
+@pytest.mark.parametrize("is_alone", [True, False], ids=["alone", "ranks"])
+def test_cells_are_the_loop_that_keeps_all(tmp_path, mode, is_alone):
+    if mode == "compiled" and shutil.which("g++") is None:
         pytest.skip("torch.compile needs a C++ compiler")
-    check_cell(cell, tmp_path)
+    check_cells([cell for cell in covering() if mode in cell and ("alone" in cell) is is_alone], tmp_path)
 
 
 def test_every_two_values_that_may_meet_do():

@@ -7,7 +7,7 @@ import statistics
 from pathlib import Path
 
 import pytest
-from ranks import run_program
+from ranks import reports, run_program
 
 PROGRAM = Path(__file__).parents[1] / "rehearsal_rank.py"
 SENT = ("fast_link", "unrehearsed", "slow_hook", "slow_usual", "no_copies", "all_raise")
@@ -18,7 +18,7 @@ SHARED = ("replicas", "shards", "no_room")
 def found(tmp_path_factory) -> list[dict]:
     folder = tmp_path_factory.mktemp("rehearsed")
     run_program(PROGRAM, folder, *SENT, *SHARED)
-    return [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(2)]
+    return reports(folder)
 
 
 @pytest.mark.parametrize("case", SENT + SHARED)

@@ -2,23 +2,12 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
-from ranks import run_ranks
+from ranks import run_cases
 
 RANK = """
-    import json, sys
-    import torch
-    import torch.distributed as dist
-    from torch import nn
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
-    import trimtab
-
-    torch.set_num_threads(1)
-    rank, folder, options = int(sys.argv[1]), sys.argv[2], json.loads(sys.argv[3])
-    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
 
     def build():
         torch.manual_seed(0)
@@ -30,7 +19,7 @@ RANK = """
     def train(model, first, rows):
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         norms, steps = [], 0
-        keywords = options | ({"stop": trimtab.Stop(grad_norm=options["stop"])} if "stop" in options else {})
+        keywords = case | ({"stop": trimtab.Stop(grad_norm=case["stop"])} if "stop" in case else {})
         with trimtab.start(model, optimizer, trimtab.Plan.fixed(rows), **keywords) as run:
             for window in run.windows([batch[first : first + rows] for batch in data]):
                 run.train_step(window, loss)
@@ -48,23 +37,27 @@ RANK = """
         dist.barrier()
         dist.destroy_process_group()  # from here on it is alone
         theirs = *train(whole, 0, 8), [p.tolist() for p in whole.parameters()]
-        with open(f"{folder}/found.json", "w") as file:
-            json.dump([ours, theirs], file)
+        found = [ours, theirs]
     else:
         dist.barrier()
         dist.destroy_process_group()
 """
 
 
-@pytest.mark.parametrize("options", [{"clip_norm": 0.05}, {"nonfinite": "skip"}, {"stop": 0.45}])
-def test_the_gradients_norm_is_that_of_one_device(tmp_path, options):
-    run_ranks(RANK, tmp_path, json.dumps(options))
-    (norms, reason, weights), (whole_norms, whole_reason, whole_weights) = json.loads(
-        (tmp_path / "found.json").read_text()
-    )
+CASES = [{"clip_norm": 0.05}, {"nonfinite": "skip"}, {"stop": 0.45}]
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    return run_cases(RANK, tmp_path_factory.mktemp("loop"), *CASES)
+
+
+@pytest.mark.parametrize(("number", "case"), list(enumerate(CASES)))
+def test_the_gradients_norm_is_that_of_one_device(found, number, case):
+    (norms, reason, weights), (whole_norms, whole_reason, whole_weights) = found[number][0]
     assert norms == pytest.approx(whole_norms)
     assert reason == whole_reason
-    assert (reason is not None) == ("stop" in options)
+    assert (reason is not None) == ("stop" in case)
     for ours, theirs in zip(weights, whole_weights, strict=True):
         for row, whole_row in zip(ours, theirs, strict=True):
             assert row == pytest.approx(whole_row)

@@ -2,26 +2,16 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-
 import pytest
-from ranks import run_ranks
+from ranks import run_cases, run_codes
 
 RANK = """
-    import json, sys
-    import torch
-    import torch.distributed as dist
-    from torch import nn
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
     from trimtab.adaptive_batch.gradient_noise_scale import from_partial_sums
     from trimtab.adaptive_batch.gradient_noise_scale import JointMicroBatches
     from trimtab.measure.gradient_norms import PartialNorms, ShardedNorms, is_sharded
 
-    torch.set_num_threads(1)
-    rank, folder = int(sys.argv[1]), sys.argv[2]
-    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
     WINDOWS, K, ROWS = 40, 3, 4
 
     def build():
@@ -74,19 +64,13 @@ RANK = """
         spread = sum(float((g - mean).square().sum()) for g in truth[window * K : window * K + K])
         trace = 2 * ROWS * spread / (K - 1)
         assert abs(found[-1]["trace"] - trace) < 1e-9 * trace
-    if rank == 0:
-        with open(f"{folder}/found.json", "w") as file:
-            json.dump({"exact": found, "partial": sums}, file)
-    dist.barrier()
-    dist.destroy_process_group()
+    found = {"exact": found, "partial": sums}
 """
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("sharded")
-    run_ranks(RANK, folder)
-    return json.loads((Path(folder) / "found.json").read_text())
+    return run_cases(RANK, tmp_path_factory.mktemp("sharded"), "all")[0][0]
 
 
 def test_what_reductions_show_is_each_micro_batch_of_all_ranks(found):
@@ -100,18 +84,10 @@ def test_partial_sums_agree_on_average(found):
 
 
 UNREDUCED = """
-    import os, sys
-    import torch
-    import torch.distributed as dist
-    from torch import nn
     from torch.distributed.fsdp import fully_shard
-    import trimtab
     from trimtab.adaptive_batch.noise_probes import OverheadBudget
 
     OverheadBudget.is_due = lambda self, sparse=0: True
-    torch.set_num_threads(1)
-    rank, folder = int(sys.argv[1]), sys.argv[2]
-    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
     model = nn.Linear(6, 2)
     fully_shard(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -125,28 +101,12 @@ UNREDUCED = """
             run.step()
             assert run._control.k <= 4, run._control.k  # though some windows are of many batches, to find out
         assert run.noise is None, run.noise
-    dist.barrier()
-    dist.destroy_process_group()
 """
-
-
-def test_micro_batches_that_are_not_reduced_say_nothing(tmp_path):
-    """Taken for gradients of nothing, they would make all of the last one's noise, and k rise without end."""
-    run_ranks(UNREDUCED, tmp_path)
-
-
 REPLICATED = """
-    import sys
-    import torch
-    import torch.distributed as dist
-    from torch import nn
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
-    import trimtab
     from trimtab.core.errors import UsageError
 
-    rank, folder = int(sys.argv[1]), sys.argv[2]
-    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
     model = nn.Linear(6, 2)
     fully_shard(model, mesh=init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicas", "shards")))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -158,11 +118,10 @@ REPLICATED = """
             run.train_step(run.window(torch.ones(4, 6)), lambda model, rows: model(rows).mean())
     else:
         raise SystemExit("a mesh of replicas was taken")
-    dist.barrier()
-    dist.destroy_process_group()
 """
 
 
-def test_a_mesh_with_replicas_is_refused_where_noise_is_measured(tmp_path):
-    """Each replica would count as shards of its own."""
-    run_ranks(REPLICATED, tmp_path)
+def test_micro_batches_that_are_not_reduced_and_meshes_with_replicas_say_nothing(tmp_path):
+    """Taken for gradients of nothing, the former would make all of the last one's noise, and k rise without end; of the
+    latter, each replica would count as shards of its own."""
+    run_codes(tmp_path, [(REPLICATED, None), (UNREDUCED, None)])

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import signal
 import subprocess
 import sys
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
+
+from ranks import reports
 
 from trimtab.checkpoint.atomic_directory import committed_folders
 
@@ -65,11 +66,7 @@ def losses(folder: Path) -> list[dict[str, str]]:
     with job(folder) as whole:
         whole.communicate()
     assert whole.returncode == 0, (folder / "errors.txt").read_text()
-    return said(folder)
-
-
-def said(folder: Path) -> list[dict[str, str]]:
-    return [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(2)]
+    return reports(folder)
 
 
 def test_a_signal_to_the_launcher_saves_the_job(tmp_path):
@@ -83,7 +80,7 @@ def test_a_signal_to_the_launcher_saves_the_job(tmp_path):
     (saved,) = committed_folders(folder / "run")
     windows = int(saved.name.removeprefix("step-"))
     assert 3 <= windows < WINDOWS
-    assert [max(map(int, each)) for each in said(folder)] == [windows] * 2
+    assert [max(map(int, each)) for each in reports(folder)] == [windows] * 2
     for rest, expected in zip(losses(folder), whole, strict=True):
         assert rest == {window: loss for window, loss in expected.items() if int(window) > windows}
         assert len(rest) == WINDOWS - windows

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
-from ranks import run_program
+from ranks import reports, run_program
 
 PROGRAM = Path(__file__).parents[1] / "stage_rank.py"
 
@@ -15,7 +14,7 @@ PROGRAM = Path(__file__).parents[1] / "stage_rank.py"
 def found(tmp_path_factory) -> list[dict]:
     folder = tmp_path_factory.mktemp("stages")
     run_program(PROGRAM, folder)
-    return [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(2)]
+    return reports(folder)
 
 
 def test_without_a_limit_every_rank_holds_the_model_and_nothing_is_traced(found):

@@ -2,22 +2,8 @@
 
 from __future__ import annotations
 
-import json
+from ranks import run_cases, run_codes
 
-import pytest
-from ranks import run_ranks
-
-BEGIN = """
-    import json, sys
-    import torch
-    import torch.distributed as dist
-    from torch import nn
-    import trimtab
-
-    rank, folder = int(sys.argv[1]), sys.argv[2]
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
-"""
 TRAINED = """
     def trained(layout):
         torch.manual_seed(0)
@@ -38,10 +24,9 @@ TRAINED = """
             assert torch.equal(*theirs), name
             torch.testing.assert_close(laid_out[name], kept[name])
             assert laid_out[name].stride() == kept[name].stride()
-    dist.destroy_process_group()
 """
 BUFFERS = """
-    stage, engine = int(sys.argv[3]), sys.argv[4]
+    stage, engine = case
 
     class Model(nn.Linear):
         def __init__(self):
@@ -61,19 +46,18 @@ BUFFERS = """
             assert torch.equal(model.transposed, torch.arange(6.0).reshape(2, 3).t())
             assert model.behind.tolist() == [5.0] * 64
     assert [each.stride() for each in model.buffers()] == lies
-    dist.destroy_process_group()
 """
 REFUSED = """
     from trimtab.core.errors import ValueGivenError
 
-    how = {"zero_stage": int(sys.argv[3]), "engine": sys.argv[4]}
+    how = dict(zip(("zero_stage", "engine"), case))
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(64, 2)).to(memory_format=torch.channels_last)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     before = [(type(each), each.stride()) for each in model.parameters()]
     try:
         trimtab.start(model, optimizer, trimtab.Plan.fixed(4, num_ranks=2, **how))
     except ValueGivenError as error:
-        said = {"code": error.code, "got": error.got, "text": str(error)}
+        found = {"code": error.code, "got": error.got, "text": str(error)}
     else:
         raise AssertionError("it was not refused")
     try:
@@ -85,29 +69,24 @@ REFUSED = """
         raise AssertionError("it was not refused")
     assert [(type(each), each.stride()) for each in model.parameters()] == before
     assert not hasattr(model, "reshard")
-    open(f"{folder}/said-by-{rank}.json", "w").write(json.dumps(said))
     model.to(memory_format=torch.contiguous_format)
     with trimtab.start(model, optimizer, trimtab.Plan.fixed(4, num_ranks=2, **how)):
         pass
-    dist.destroy_process_group()
 """
 
 
-def test_moments_of_weights_that_lie_channels_last_are_their_owners_on_every_rank(tmp_path):
-    run_ranks(BEGIN + TRAINED, tmp_path)
+BUFFERS_OF, REFUSED_BY = [(0, "torch"), (2, "torch"), (1, "deepspeed")], [(2, "torch"), (3, "torch"), (1, "deepspeed")]
 
 
-@pytest.mark.parametrize(("stage", "engine"), [(0, "torch"), (2, "torch"), (1, "deepspeed")])
-def test_buffers_of_any_strides_become_those_of_rank_0(tmp_path, stage, engine):
-    run_ranks(BEGIN + BUFFERS, tmp_path, stage, engine)
+def test_what_ranks_send_is_that_of_its_owner_on_every_rank(tmp_path):
+    """Moments of weights that lie channels last, and buffers of any strides, which become those of rank 0."""
+    run_codes(tmp_path, [(TRAINED, None), *((BUFFERS, case) for case in BUFFERS_OF)])
 
 
-@pytest.mark.parametrize(("stage", "engine"), [(2, "torch"), (3, "torch"), (1, "deepspeed")])
-def test_weights_that_cannot_be_sharded_are_refused_before_anything_is_changed(tmp_path, stage, engine):
-    run_ranks(BEGIN + REFUSED, tmp_path, stage, engine)
-    for rank in range(2):
-        said = json.loads((tmp_path / f"said-by-{rank}.json").read_text())
-        assert said["code"] == "model.not_contiguous"
-        assert said["got"] == "0.weight with strides (27, 1, 9, 3)"
-        assert f"zero_stage={stage}" in said["text"]
-        assert "zero_stage 0 or 1" in said["text"]
+def test_weights_that_cannot_be_sharded_are_refused_before_anything_is_changed(tmp_path):
+    for (stage, _), ranks in zip(REFUSED_BY, run_cases(REFUSED, tmp_path, *REFUSED_BY), strict=True):
+        for said in ranks:
+            assert said["code"] == "model.not_contiguous"
+            assert said["got"] == "0.weight with strides (27, 1, 9, 3)"
+            assert f"zero_stage={stage}" in said["text"]
+            assert "zero_stage 0 or 1" in said["text"]

@@ -2,26 +2,19 @@
 
 from __future__ import annotations
 
-import json
+import itertools
 
 import pytest
 import torch
-from ranks import run_ranks
+from ranks import run_cases
 
 import trimtab
 from trimtab.core.errors import BatchError, ValueGivenError
 
 RANK = """
-    import json, sys
-    import torch
-    import torch.distributed as dist
-    from torch import nn
     from torch.nn.parallel import DistributedDataParallel
-    import trimtab
 
-    torch.set_num_threads(1)
-    rank, folder, known_on, ends = int(sys.argv[1]), sys.argv[2], sys.argv[3], int(sys.argv[4])
-    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
+    known_on, ends = case
 
     def built():
         torch.manual_seed(0)
@@ -54,21 +47,18 @@ RANK = """
         optimizer.step()
     rows = [step.samples for step in trimtab.read_record(f"{folder}/{rank}.jsonl").steps]
     apart = float((model.weight - plain.weight).detach().norm() / plain.weight.detach().norm())
-    with open(f"{folder}/rank-{rank}.json", "w") as file:
-        json.dump({"apart": apart, "rows": rows}, file)
-    dist.destroy_process_group()
+    found = {"apart": apart, "rows": rows}
 """
 
 
-@pytest.mark.parametrize("ends", [0, 1])
-@pytest.mark.parametrize("known_on", ["neither", "one", "both"])
-def test_batches_of_an_unknown_size_weigh_as_a_full_batch_on_every_rank(tmp_path, known_on, ends):
-    run_ranks(RANK, tmp_path, known_on, ends)
-    for rank in range(2):
-        found = json.loads((tmp_path / f"rank-{rank}.json").read_text())
-        assert found["apart"] < 1e-12
-        expected = [9, 9, 9] if known_on == "both" else [None] * 3
-        assert found["rows"] == ([*expected[:2], 4 if known_on == "both" else None] if ends else expected)
+def test_batches_of_an_unknown_size_weigh_as_a_full_batch_on_every_rank(tmp_path):
+    cases = [*itertools.product(("neither", "one", "both"), (0, 1))]
+    for (known_on, ends), ranks in zip(cases, run_cases(RANK, tmp_path, *cases), strict=True):
+        for found in ranks:
+            assert found["apart"] < 1e-12, (known_on, ends)
+            expected = [9, 9, 9] if known_on == "both" else [None] * 3
+            expected = [*expected[:2], 4 if known_on == "both" else None] if ends else expected
+            assert found["rows"] == expected, (known_on, ends)
 
 
 def test_a_sharded_loader_splits_by_the_users_functions():

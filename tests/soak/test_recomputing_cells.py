@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from recomputing_cells import cells, check_cell
+from recomputing_cells import cells, check_cells
 
 
 @pytest.mark.parametrize("cell", list(cells()), ids="-".join)
 def test_a_cell_is_the_loop_that_keeps_all(tmp_path, cell):
-    check_cell(cell, tmp_path)
+    check_cells([cell], tmp_path)

@@ -1,4 +1,4 @@
-"""What a rank of a kept run makes of what rank 0 says."""
+"""What a rank of a kept run makes of what rank 0 says, and for how long ranks wait for each other."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ from trimtab.checkpoint.rank_checkpoints import RankCommunication, require_kept
 from trimtab.checkpoint.state_files import digest_of, read_state, write_state
 from trimtab.core.errors import FormatError, RankError, ValueGivenError
 from trimtab.core.plan import Plan
+from trimtab.distributed.process_group import TIMEOUT_S, limited_to, time_limit_s
+from trimtab.integrations import trainer_rules
 from trimtab.state.random_state import loading_random_state, random_state
 
 
@@ -147,3 +149,40 @@ def test_ranks_that_are_a_part_of_the_job_are_refused(monkeypatch, world, is_ref
         require_kept(model, optimizer, Plan.fixed(4), part, background=False)
     if caught is not None:
         assert (caught.value.got, caught.value.expected) == ("2 ranks", "4 ranks")
+
+
+@pytest.fixture
+def limits(monkeypatch):
+    """How long words were waited for, in turn."""
+    found = []
+
+    def from_first(make, topic):
+        found.append(time_limit_s())
+        return make()
+
+    def words_at_work(make, topic):
+        return [from_first(make, topic)]
+
+    monkeypatch.setattr("trimtab.checkpoint.rank_checkpoints.from_first", from_first)
+    monkeypatch.setattr("trimtab.checkpoint.rank_checkpoints.words_at_work", words_at_work)
+    return found
+
+
+def asked_of_all(ranks: RankCommunication) -> list[object]:
+    ranks.num = 2
+    return [ranks.first(lambda: "there", "where"), ranks.each("word", "words"), ranks.together(lambda: 1, "made")]
+
+
+def test_a_hosts_checkpoints_wait_as_long_as_its_runs_do(limits, monkeypatch):
+    monkeypatch.setattr(trainer_rules, "start", lambda *_: RankCommunication(SimpleNamespace(num_ranks=1)))
+    assert asked_of_all(trainer_rules.start_in_process_group(None, None, None)) == ["there", ["word"], 1]
+    assert limits == [trainer_rules.LIMIT_S] * 3
+    assert time_limit_s() == TIMEOUT_S
+
+
+def test_the_limit_is_that_of_the_start_whatever_holds_later(limits):
+    ranks = RankCommunication(SimpleNamespace(num_ranks=1))
+    with limited_to(7.0):
+        asked_of_all(ranks)
+        assert time_limit_s() == 7.0
+    assert limits == [TIMEOUT_S] * 3

@@ -22,7 +22,7 @@ keys = st.text() | st.integers()
 states = st.recursive(
     scalars,
     lambda inner: st.lists(inner) | st.lists(inner).map(tuple) | st.dictionaries(keys, inner),
-    max_leaves=30,
+    max_leaves=15,
 )
 
 

@@ -1,7 +1,9 @@
-"""Where a launcher put a process."""
+"""Where a launcher put a process, and words between ranks of what takes long: waited for while a heart beats."""
 
 from __future__ import annotations
 
+import threading
+import time
 from datetime import timedelta
 
 import pytest
@@ -9,7 +11,7 @@ import torch
 import torch.distributed as dist
 from raising import raises
 
-from trimtab.core.errors import UsageError, ValueGivenError
+from trimtab.core.errors import RankError, UsageError, ValueGivenError
 from trimtab.distributed import process_group as group_module
 from trimtab.distributed.host_gather import ErrorStore, RankExchange
 from trimtab.distributed.process_group import JobPosition, job_position, process_group
@@ -147,3 +149,50 @@ def test_a_rank_that_does_not_answer_may_work_alone_and_the_limit_is_named(own_g
     assert (found.code, found.ranks) == ("ranks.silent", (1,))
     assert "evaluation" in found.hint
     assert "trimtab.process_group(timeout_s=...)" in found.hint
+
+
+@pytest.fixture
+def store():
+    return dist.HashStore()
+
+
+def heard_by(store, key, limit_s=5.0):
+    """Return a rank's thread that awaits a word, begun."""
+    rank = threading.Thread(target=group_module.await_value, args=(store, key, limit_s))
+    rank.start()
+    return rank
+
+
+def test_a_word_that_all_have_heard_is_removed_with_the_next(store):
+    group_module.write_value(store, "one", "1", readers=2)
+    for rank in [heard_by(store, "one"), heard_by(store, "one")]:
+        rank.join()
+    group_module.write_value(store, "two", "2", readers=2)
+    assert not store.check(["one"])
+    assert store.get("two") == b"2"
+
+
+def test_a_word_that_one_has_not_heard_stays(store):
+    group_module.write_value(store, "one", "1", readers=2)
+    heard_by(store, "one").join()
+    group_module.write_value(store, "two", "2", readers=2)
+    assert store.check(["one"])  # of one that is gone `get` would wait
+    assert store.get("one") == b"1"
+    heard_by(store, "one").join()
+    group_module.write_value(store, "three", "3", readers=2)
+    assert not store.check(["one"])
+
+
+def test_a_word_may_take_longer_than_silence_does(store):
+    with group_module.send_heartbeats(store, "slow", 0.4):
+        late = threading.Timer(1.0, group_module.write_value, (store, "slow", "done", 1))
+        late.start()
+        assert group_module._word_of(store, 1, "slow", 0.4) == "done"
+        late.join()
+
+
+def test_a_rank_that_is_silent_is_named(store):
+    start = time.monotonic()
+    with raises(RankError, code="ranks.silent", field="rank 3"):
+        group_module._word_of(store, 3, "never", 0.3)
+    assert time.monotonic() - start < 5
