@@ -198,7 +198,7 @@ def verify(folder: Path, rooms: Rooms = lambda name, descriptor, size: None) -> 
         DamagedError: The manifest is damaged, or a file is missing, unexpected, unreadable, or has a different size or
             checksum.
         FormatError: The manifest has a different schema version.
-        OutOfReach: A file is temporarily unreadable.
+        TemporaryReadError: A file is temporarily unreadable.
     """
     manifest = manifest_of(folder)
     needed = [f"{prefix_of(rank)}{name}" for rank in range(1, manifest.num_ranks) for name in (TENSORS, TREE)]
@@ -290,7 +290,7 @@ def newest_good(
 
     Raises:
         FormatError: A possibly newer folder has a different schema version, readable by another trimtab version.
-        OutOfReach: A possibly newer folder is temporarily unreadable.
+        TemporaryReadError: A possibly newer folder is temporarily unreadable.
     """
     refused: list[DamagedDirectory] = []
     for folder in committed_folders(parent):

@@ -24,7 +24,7 @@ _CHANGES = {
     "optimizer": ("The class of the optimizer", "Build the optimizer with the saved class"),
 }
 MUST_MATCH = tuple(_CHANGES)
-ACCEPTED = (*MUST_MATCH, "data")  # "data" is checked when the loader is known (`runtime.data_position`)
+ACCEPTED = (*MUST_MATCH, "data")  # "data" is checked when the loader is known (`training.data_position`)
 # Changes that are recorded and never prevent resuming.
 _SAID_ALONE = ("cpu", "gpu", "cuda", "numpy", "python", "os", "trimtab", "sources")
 

@@ -27,28 +27,35 @@ from trimtab.core import validation
 from trimtab.core.errors import DamagedError, FormatError, ValueGivenError
 from trimtab.core.serialization import from_jsonable, to_jsonable
 
-# File names of a saved state. Each rank has its own prefix.
-
-TENSORS, TREE = "tensors.safetensors", "state.json"
-
-
-def prefix_of(rank: int) -> str:
-    """Return the prefix of a rank's file names; empty for rank 0."""
-    return f"rank-{rank}-" if rank else ""
-
-
-# Chunked checksums of a file, computed by a few threads at nearly disk speed.
-
 try:  # same checksums, several times faster
     from zlib_ng.zlib_ng import crc32
 except ImportError:
     from zlib import crc32
 
+TENSORS, TREE = "tensors.safetensors", "state.json"  # files of a saved state, with a prefix per rank
 CHUNK_BYTES = 2**26  # part of the format: manifests list a checksum per chunk of this size
 THREADS = 2  # for writing: enough for the disk's speed, while training needs the remaining cores
 MOST_THREADS = 8  # for reading, when nothing else runs
 _READ_BYTES = 2**20  # small enough to stay in the CPU cache between read and checksum
 _MOST_PIECES = 1024  # maximum number of buffers for one preadv call (IOV_MAX)
+SCHEMA = 2
+NAME = "manifest.json"
+STEP = "step"  # key in `about`: number of completed windows, required in every folder
+FINITE = "finite"  # key in `about`: False if a saved parameter is non-finite; True by default
+WORLD = "world"  # key in `about`: the environment of the run
+# Codes of damages that several functions find.
+CHANGED, MISSING = "checkpoint.checksum_differs", "checkpoint.file_missing"
+# The form written by `str`; `int` would also accept signs, spaces and digits of other scripts.
+_RANKS = re.compile("[1-9][0-9]{0,8}")
+_LONGEST = 2**26
+# Error numbers that concern the file itself: missing, not a regular file (ENXIO for a socket), or on a broken disk.
+# None comes from `open_file` and from short reads. All other errors may be temporary.
+_OF_THE_FILE = frozenset({None, errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EISDIR, errno.ENXIO, errno.EIO})
+
+
+def prefix_of(rank: int) -> str:
+    """Return the prefix of a rank's file names; empty for rank 0."""
+    return f"rank-{rank}-" if rank else ""
 
 
 class FileBuffer:
@@ -114,21 +121,6 @@ def _again(size: int) -> Callable[[int, int], list[memoryview]]:
     """Return a function that reuses a buffer for every part, for callers without need for the contents."""
     buffer = memoryview(bytearray(size))
     return lambda start, end: [buffer[: end - start]]
-
-
-SCHEMA = 2
-NAME = "manifest.json"
-STEP = "step"  # key in `about`: number of completed windows, required in every folder
-FINITE = "finite"  # key in `about`: False if a saved parameter is non-finite; True by default
-WORLD = "world"  # key in `about`: the environment of the run
-# Codes of damages that several functions find.
-CHANGED, MISSING = "checkpoint.checksum_differs", "checkpoint.file_missing"
-# The form written by `str`; `int` would also accept signs, spaces and digits of other scripts.
-_RANKS = re.compile("[1-9][0-9]{0,8}")
-_LONGEST = 2**26
-# Error numbers that concern the file itself: missing, not a regular file (ENXIO for a socket), or on a broken disk.
-# None comes from `open_file` and from short reads. All other errors may be temporary.
-_OF_THE_FILE = frozenset({None, errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EISDIR, errno.ENXIO, errno.EIO})
 
 
 class TemporaryReadError(FormatError):
@@ -219,7 +211,7 @@ def manifest_of(folder: Path) -> Manifest:
     Raises:
         DamagedError: The manifest is missing, changed, or lists an invalid file name.
         FormatError: The manifest has a different schema version.
-        OutOfReach: The manifest is temporarily unreadable.
+        TemporaryReadError: The manifest is temporarily unreadable.
     """
     text = _bytes_of(folder)
     try:
@@ -317,9 +309,6 @@ def _text(data: Mapping[str, Any]) -> bytes:
     return json.dumps(data, sort_keys=True, indent=1, allow_nan=False).encode()
 
 
-# Metadata of a checkpointed run, read from the manifest.
-
-
 @dataclass(frozen=True)
 class RunMetadata:
     """Metadata of a run at a checkpoint.
@@ -327,7 +316,7 @@ class RunMetadata:
     Args:
         step: Number of completed windows.
         rows: Number of consumed samples.
-        world: Environment facts by name, see `world.world_of`.
+        world: Environment facts by name, see `compatibility.world_of`.
         in_shards: True if no rank held the complete state.
         accepted: Accepted environment changes since the run began, as text.
         noted: Environment changes that needed no acceptance, as text.

@@ -24,8 +24,10 @@ from trimtab.core.stateful import Load, Stateful, require_keys
 from trimtab.measure.gradient_norms import is_sharded_itself
 from trimtab.settings.memory_layout import align_state
 
-# Files of sharded tensors, written and read by torch's distributed checkpoint in safetensors format.
-
+_MODEL, _OPTIMIZER = "model", "optimizer"
+# Entries of a rank's shard state that are merged across ranks.
+MERGED = ("members", "others")
+_RESUME_FROM_ANOTHER = "Resume from another checkpoint."
 _PREFIX = "shard-"  # torch's file name prefix; other files in the folder are ignored
 # Dtypes that round-trip: torch's writer accepts further types, but its reader returns them as other types.
 _TYPES = {
@@ -180,12 +182,6 @@ def _reasons(error: Any) -> str:
     """Return the failures by rank, as text."""
     said = (f"rank {rank}: {failure}" for rank, (failure, _) in sorted(error.failures.items()))
     return "; ".join(said) or str(error)
-
-
-_MODEL, _OPTIMIZER = "model", "optimizer"
-# Entries of a rank's shard state that are merged across ranks.
-MERGED = ("members", "others")
-_RESUME_FROM_ANOTHER = "Resume from another checkpoint."
 
 
 class WithoutParameters(ModelState):

@@ -1,4 +1,4 @@
-"""State as two files: structure as JSON, tensors as safetensors."""
+"""State as two files: structure as JSON, tensors as safetensors; lossless, without pickle or executable content."""
 
 from __future__ import annotations
 
@@ -20,8 +20,6 @@ from trimtab.checkpoint.manifest import TENSORS, TREE, open_file
 from trimtab.checkpoint.verified_read import WRITTEN, StateFiles, read_tensors, write_tensors
 from trimtab.core.errors import FormatError
 
-# Lossless conversion of a state to JSON and back, without pickle and without executable content.
-
 Packed = Any  # JSON
 # (value, path) -> object with one key, or None if the type is unsupported.
 Leaf = Callable[[Any, str], Mapping[str, Packed] | None]
@@ -32,6 +30,10 @@ _MAPPINGS: dict[type, str] = {dict: "map", OrderedDict: "map", Counter: "counter
 _MADE: tuple[type, ...] = (bool, int, float, str, list, tuple, dict, set)
 _FACTORIES: dict[str, type | None] = {"": None} | {each.__name__: each for each in _MADE}
 _WORD = 2**63
+_TYPES = (Tensor, torch.nn.Parameter)
+_ARRAYS = "?bhilqBHILQefd"  # dtype codes of booleans, integers and floats in native byte order
+# Closed list, as a file could name other dtypes.
+_NAMED = {name: np.dtype(name) for name in (np.dtype(code).name for code in _ARRAYS)}
 
 
 def pack(value: Any, leaf: Leaf, path: str = "state", depth: int = 0) -> Packed:
@@ -204,14 +206,6 @@ _READERS: dict[str, Read] = {
     "float": lambda text, path: struct.unpack(">d", bytes.fromhex(text))[0],
     "bytes": lambda text, path: base64.b64decode(text, validate=True),
 }
-
-
-# Lossless packing of tensors and arrays: JSON with shape and dtype, and the values in a separate tensor file.
-
-_TYPES = (Tensor, torch.nn.Parameter)
-_ARRAYS = "?bhilqBHILQefd"  # dtype codes of booleans, integers and floats in native byte order
-# Closed list, as a file could name other dtypes.
-_NAMED = {name: np.dtype(name) for name in (np.dtype(code).name for code in _ARRAYS)}
 
 
 class Packer:

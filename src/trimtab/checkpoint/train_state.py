@@ -17,13 +17,11 @@ from trimtab.core.stateful import Load, Stateful, require_keys
 from trimtab.settings.memory_layout import align_state
 from trimtab.training.window_snapshot import can_be_written
 
-# Non-persistent buffers: statistics, masks and caches that training uses but `state_dict()` leaves out.
-
 
 def hidden_of(model: nn.Module) -> dict[str, Tensor | None]:
-    """Return the non-persistent buffers by name, not copied. A tensor with two names appears under both.
+    """Return the non-persistent buffers, which `state_dict()` leaves out, by name.
 
-    The value is None for a buffer registered as None.
+    They are not copied. A tensor with two names appears under both; a buffer registered as None has the value None.
     """
     seen: dict[int, Tensor] = {}
     return {

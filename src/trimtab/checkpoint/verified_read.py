@@ -21,8 +21,6 @@ from trimtab.checkpoint import atomic_directory
 from trimtab.checkpoint.manifest import CHANGED, TENSORS, TREE, FileBuffer, Manifest, damaged_error
 from trimtab.core.errors import DependencyError, FormatError, SaveError
 
-# Files of named tensors in safetensors format, without executable content.
-
 # Dtypes known to every version of safetensors, by its names. Tensors of other dtypes are stored as bytes.
 TYPES = {
     "F64": torch.float64,
@@ -37,6 +35,9 @@ TYPES = {
     "U8": torch.uint8,
 }
 WRITTEN = frozenset(TYPES.values())
+_LENGTH_BYTES = 8  # size of the header's length field, little-endian
+_LONGEST_HEAD = 2**24  # enough for a hundred thousand tensors
+_ODD = (OSError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RuntimeError, MemoryError)
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
@@ -94,11 +95,6 @@ def require_library() -> None:
     _library()
 
 
-_LENGTH_BYTES = 8  # size of the header's length field, little-endian
-_LONGEST_HEAD = 2**24  # enough for a hundred thousand tensors
-_ODD = (OSError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RuntimeError, MemoryError)
-
-
 class StateFiles(NamedTuple):
     """Contents of the state files: JSON and the tensors by name."""
 
@@ -129,7 +125,7 @@ class VerifiedReader:
         """Verify a folder, cache its state and return the manifest. A damaged folder leaves the cache empty.
 
         Raises:
-            DamagedError, OutOfReach, FormatError: See `envelope.verify`.
+            DamagedError, TemporaryReadError, FormatError: As `atomic_directory.verify`.
         """
         self.forget()
         try:

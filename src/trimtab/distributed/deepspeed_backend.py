@@ -24,9 +24,9 @@ from trimtab.distributed.host_gather import RankExchange
 from trimtab.settings.precision import MixedPrecision
 from trimtab.training.used_parameters import AllParametersCheck
 
-# Additions to DeepSpeed: transfer of optimizer state into shards and back, and removal of DeepSpeed from a model.
-
 State = dict[Tensor, dict[str, Any]]
+# Reduction bucket if the plan has no size: DeepSpeed's default takes 2 GB on every rank.
+BUCKET_BYTES = 2**26
 _LEFT = {"_external_params", "all_parameters", "applied_pre_backward_ref_cnt", "pre_bwd_fn", "post_bwd_fn"}
 
 
@@ -104,13 +104,6 @@ def _is_whole(value: object) -> bool:
     return isinstance(value, Tensor) and value.dim() > 0
 
 
-# DeepSpeed configuration of a plan.
-
-# Reduction bucket if the plan has no size: DeepSpeed's default takes 2 GB on every rank.
-BUCKET_BYTES = 2**26
-_SENT = {"fp32": "fp32", "bf16": "bf16"}
-
-
 def config_of(plan: Plan, num_elements: int) -> dict[str, Any]:
     """Return the configuration for `deepspeed.initialize` of a plan with the DeepSpeed engine.
 
@@ -155,7 +148,7 @@ def config_of(plan: Plan, num_elements: int) -> dict[str, Any]:
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
         "gradient_clipping": 0.0,
-        "communication_data_type": _SENT[str(plan.reduce_dtype.value)],
+        "communication_data_type": str(plan.reduce_dtype.value),
         "zero_optimization": zero,
         "zero_allow_untested_optimizer": True,
     }

@@ -46,11 +46,15 @@ from trimtab.training.out_of_memory import is_out_of_memory
 from trimtab.training.run import LossFn, Run
 from trimtab.training.window_snapshot import bytes_to_begin_anew, recovers_from
 
-# Dry run of a plan on copies of a model and its optimizer: step time and peak memory on all ranks.
+T = TypeVar("T")
 
 _WARM_WINDOWS = 2  # DDP rebuilds its buckets in the second step
 _MOST_WARM = 20  # fp16 adjusts its loss scale
 _BLOCK_S, _MOST_WINDOWS = 0.25, 50
+_PAIRS, _BLOCKS = 9, 5
+_COUNTED = 7  # steps
+_LONGEST_S = 60.0  # seconds after which no further optional round of blocks begins
+_numbers = itertools.count()  # the same on all ranks, because they call in the same order
 
 
 class DryRunOutOfMemory(Exception):
@@ -150,9 +154,6 @@ class DryRun:
         return buckets + (bytes_to_begin_anew(model) if recovers_from(None, plan, model, may_retry=True) else 0)
 
 
-# Independent copies of a model and its optimizer for a dry run.
-
-
 def copied_together(model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Optimizer]:
     """Return copies of a model and its optimizer without gradients; the optimizer's copy refers to the model's copy.
 
@@ -171,9 +172,6 @@ def copied_together(model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, 
     return own, its
 
 
-# Sequence numbers of collectives, to check that all ranks are at the same point.
-
-
 def num_sent() -> list[int]:
     """Return the number of groups created, and of collectives started on the world group by device type.
 
@@ -187,13 +185,6 @@ def num_sent() -> list[int]:
         with contextlib.suppress(RuntimeError):
             found.append(group._get_backend(torch.device(kind))._get_sequence_number_for_group())  # type: ignore[attr-defined]
     return found
-
-
-_PAIRS, _BLOCKS = 9, 5
-_COUNTED = 7  # steps
-_LONGEST_S = 60.0  # seconds after which no further optional round of blocks begins
-_numbers = itertools.count()  # the same on all ranks, because they call in the same order
-T = TypeVar("T")
 
 
 class _Failure(NamedTuple):

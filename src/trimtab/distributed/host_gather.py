@@ -30,18 +30,26 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
 
-# Error propagation: a failing rank publishes its exception in the job's store, to be raised on all ranks.
-
 # Seconds to answer a roll call. All ranks whose wait for a rank failed take part within moments of each other, except
 # those whose own time limit began later.
 _ANSWER_S = 3.0
 # Words in torch's errors of a collective that lost a rank.
 _SIGNS = ("gloo", "nccl")
 _PREFIX = "trimtab/trouble"
+# With more ranks, sending to each takes longer than a collective.
+MOST_RANKS = 16
+# Maximum values per message: pending messages fit a socket's buffer, so sending never blocks.
+WIDEST = 1024
+_HEAD = struct.Struct("=QI")  # message number, number of values
+_WHO = struct.Struct("=I")
+_MEETING_S = 10.0  # seconds for a rank to connect, once all are present
+# Per job (its world group): sets of ranks that could not be connected.
+_apart: WeakKeyDictionary[dist.ProcessGroup, set[tuple[int, ...]]] = WeakKeyDictionary()
+_numbers = itertools.count()
 
 
 class ErrorStore:
-    """Error messages of ranks in the job's store; `number` identifies the run, the same on every rank."""
+    """Errors that ranks publish in the job's store, to be raised on all ranks; `number` identifies the run."""
 
     def __init__(self, number: int) -> None:
         self._rank, self._ranks = dist.get_rank(), dist.get_world_size()
@@ -127,21 +135,8 @@ _SILENT = (
 )
 
 
-# All-gather of small values between ranks of a machine over Unix sockets, without waking threads.
-
-# With more ranks, sending to each takes longer than a collective.
-MOST_RANKS = 16
-# Maximum values per message: pending messages fit a socket's buffer, so sending never blocks.
-WIDEST = 1024
-_HEAD = struct.Struct("=QI")  # message number, number of values
-_WHO = struct.Struct("=I")
-_MEETING_S = 10.0  # seconds for a rank to connect, once all are present
-# Per job (its world group): sets of ranks that could not be connected.
-_apart: WeakKeyDictionary[dist.ProcessGroup, set[tuple[int, ...]]] = WeakKeyDictionary()
-
-
 class SocketMesh:
-    """Sockets from a rank to the other ranks on a machine; all ranks send the same number of messages."""
+    """Sockets from a rank to the other ranks on a machine, without threads; all send the same number of messages."""
 
     def __init__(self, peers: Mapping[int, socket.socket], rank: int, timeout_s: float) -> None:
         self._peers, self._rank = dict(sorted(peers.items())), rank
@@ -313,9 +308,6 @@ def connect(model: nn.Module) -> RankExchange | None:
     else:
         return None
     return RankExchange(group) if dist.get_world_size(group) > 1 else None
-
-
-_numbers = itertools.count()
 
 
 class RankExchange:

@@ -367,7 +367,7 @@ def await_value(store: Store, key: str, limit_s: float) -> str:
         limit_s: maximum seconds between two heartbeats.
 
     Raises:
-        Silence: no heartbeat within the limit, or the store is gone.
+        HeartbeatTimeout: no heartbeat within the limit, or the store is gone.
     """
     news: queue.SimpleQueue[str | RuntimeError | None] = queue.SimpleQueue()
     is_over = threading.Event()
