@@ -178,10 +178,10 @@ def parsed(where: str, line: bytes) -> Line:
         )
     try:
         line_value: Line = from_jsonable(_KINDS[kind], data)  # Refuses a header of another schema.
-    except (FormatError, ValueGivenError, RecursionError) as error:
-        if isinstance(error, RecursionError):
-            given, expected = "JSON that is nested too deeply", "a line of a record"
-            raise FormatError(where, got=given, expected=expected, code="json.value") from None
+    except RecursionError:
+        given, expected = "JSON that is nested too deeply", "a line of a record"
+        raise FormatError(where, got=given, expected=expected, code="json.value") from None
+    except (FormatError, ValueGivenError) as error:
         texts = {"got": error.got, "expected": error.expected, "hint": error.hint, "code": error.code}
         problem = f"{where}: {error.problem}" if error.problem else ""
         raise FormatError(f"{where}: {error.field}", problem=problem, **texts) from None

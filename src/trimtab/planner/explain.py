@@ -52,7 +52,7 @@ class Explanations:
         refused_by_proof = next(
             (Note(each.code, each.reason) for each in self.profile.refused_by_proof if each.setting == name), None
         )
-        return self._kept(name) if refused_by_proof is None else _unchanged(refused_by_proof)
+        return _unchanged(refused_by_proof or self._kept(name))
 
     def rejected(self, name: str) -> tuple[Rejected, ...]:
         """Return the rejected values of a setting with the reason from the trial most similar to the winner."""
@@ -113,8 +113,8 @@ class Explanations:
         if together := self._compiled_at_once(name):
             return together
         rival = next((trial for trial in self._others(name) if self._is_only(trial, name)), None)
-        if rival is not None and rival.block_s and (speed := self._speed_over(rival)) is not None:
-            return self._worth(speed, rival, name)
+        if rival is not None and rival.block_s and (ours := self._own(rival.stage)) is not None:
+            return self._worth(ours, rival, name)
         if name == "allocator":
             share = self.profile.fault_share
             if share is None:
@@ -166,30 +166,22 @@ class Explanations:
     def _cost_of_winner(self) -> PredictedCost | None:
         return next((point.cost for point in self.found if point.candidate == self.winner), None)
 
-    def _worth(self, speed: Interval, rival: Trial, name: str) -> Note:
-        ours = self._own(rival.stage)
-        less = (
-            0.0 if ours is None or None in (ours.peak_bytes, rival.peak_bytes) else saved_memory_fraction(ours, rival)
-        )
-        text = f"{speed_in_words(speed)} of {_value(rival.candidate, name)}"
-        if ours is not None and (times := self._times_energy(ours, rival)):
-            text += f", {times} the energy"
+    def _worth(self, ours: Trial, rival: Trial, name: str) -> Note:
+        speed = speed_ratio(ours, rival)
+        less = 0.0 if None in (ours.peak_bytes, rival.peak_bytes) else saved_memory_fraction(ours, rival)
+        text = self._figures(speed, ours, rival, f" of {_value(rival.candidate, name)}")
         if less >= 0.05:
             return Note("trial.less_memory", f"{100 * less:.0f}% less peak memory at {text}")
         if speed.mean < 1:
             return Note("predicted.best", f"{_BY_PARTS}; tried alone: {text}")
         return Note("trial.faster", text)
 
-    def _figures(self, speed: Interval, trial: Trial) -> str:
-        """Return a trial's speed in words, with its energy if energy is weighed."""
-        ours = self._own(trial.stage)
-        times = None if ours is None else self._times_energy(trial, ours)
-        return speed_in_words(speed) + (f", {times} the energy" if times else "")
-
-    def _times_energy(self, ours: Trial, theirs: Trial) -> str | None:
+    def _figures(self, speed: Interval, ours: Trial, theirs: Trial, of: str = "") -> str:
+        """Return a speed in words, with the energy if it is weighed."""
+        text = speed_in_words(speed) + of
         if self.profile.objective.energy == 0 or not (ours.energy_j and theirs.energy_j):
-            return None
-        return f"{ours.energy_j / theirs.energy_j:.3g}x"
+            return text
+        return f"{text}, {ours.energy_j / theirs.energy_j:.3g}x the energy"
 
     def _fused(self) -> Note:
         """Return the measured effect of a fused optimizer step, timed separately."""
@@ -201,30 +193,30 @@ class Explanations:
         return Note("trial.faster", f"{_APART}: {speed_in_words(speed_ratio(ours, trials[0]))}, which saves {share}")
 
     def _kept(self, name: str) -> Note:
+        """Return the reason for keeping the user's value."""
         others = list(self._others(name))
         is_compiled = any(choice.is_by_compiler(each.candidate.compiled) for each in others)
         if not others or (name == "compiled" and not is_compiled):
-            return _unchanged(self._untried(name))
+            return self._untried(name)
         if all(trial.stage == ALONE for trial in others):
-            return _unchanged(self._why_not(others[0], name))
+            return self._why_not(others[0], name)
         in_final = [trial for trial in others if is_final(trial.stage)]
         if not in_final:
             least = f"{100 * (1 - WORTH_A_RUN):.0f}%"
-            return _unchanged(Note("predicted.no_gain", f"no alternative is predicted to be better by {least} or more"))
+            return Note("predicted.no_gain", f"no alternative is predicted to be better by {least} or more")
         if self.outcome is not None and self.outcome.unread:
-            return _unchanged(self.outcome.unread)
+            return self.outcome.unread
         if self.profile.objective.time != 1.0:
-            text = "no alternative was significantly better by the objective"
-            return _unchanged(Note("trial.no_gain", text))
+            return Note("trial.no_gain", "no alternative was significantly better by the objective")
         control = None if self.outcome is None else self.outcome.control
         resolved = resolution(control)
         if not math.isfinite(resolved):
-            return _unchanged(Note("trial.no_control", resolution_in_words(control)))
+            return Note("trial.no_control", resolution_in_words(control))
         speeds = [speed for trial in in_final if (speed := self._speed_of(trial)) is not None]
         if all(speed.mean - 1 <= resolved for speed in speeds):
             text = f"no alternative gained more than {100 * resolved:.2g}%, the resolution of the A/A control"
-            return _unchanged(Note("trial.no_gain", text))
-        return _unchanged(Note("trial.not_significant", "no alternative was significantly faster"))
+            return Note("trial.no_gain", text)
+        return Note("trial.not_significant", "no alternative was significantly faster")
 
     def _why_not(self, trial: Trial, name: str) -> Note:
         """Return the reason why a trial's value was rejected."""
@@ -236,12 +228,12 @@ class Explanations:
             return refusal
         if (failure := trial.failure) is not None:
             return failure
-        speed = self._speed_of(trial)
+        own, speed = self._own(trial.stage), self._speed_of(trial)
         if _is_another_way(name, trial) and (refusal := reason_not_to_compile(self.profile, trial.candidate.compiled)):
             return refusal
-        if speed is None:
+        if speed is None or own is None:
             return Note("trial.not_compared", "not compared with the chosen value")
-        measured, control = self._figures(speed, trial), control_interval(self.profile, trial.stage)
+        measured, control = self._figures(speed, trial, own), control_interval(self.profile, trial.stage)
         if trial.stage == ALONE:
             measured = f"{_APART}: {measured}"
             if is_gain(speed, control):
@@ -273,10 +265,6 @@ class Explanations:
         """Return the phase's trial most similar to the winner."""
         trials = [trial for trial in self.profile.stage(stage) if not trial.control and trial.block_s]
         return min(trials, key=lambda trial: len(trial.candidate.differences(self.winner)), default=None)
-
-    def _speed_over(self, rival: Trial) -> Interval | None:
-        ours = self._own(rival.stage)
-        return None if ours is None or not rival.block_s else speed_ratio(ours, rival)
 
     def _speed_of(self, trial: Trial) -> Interval | None:
         ours = self._own(trial.stage)
@@ -316,15 +304,13 @@ class Explanations:
             return self._untried_layout()
         if name == "fused_optimizer":
             return self._unfused()
-        if name == "allocator":
-            if not loop.can_retain:
-                return Note("allocator.unsupported", "freed memory can be kept on a CPU with glibc only")
-            return search.retaining_refusal(self.profile) or Note("setting.not_tried", "not tried")
-        if name == "compiled":
-            return search.compiling_refusal(self.profile) or Note("setting.not_tried", "not tried")
-        if name == "loss_chunk":
-            return search.chunking_refusal(self.profile) or Note("setting.not_tried", "not tried")
-        return self._not_recomputed() if name == "recompute" else Note("setting.not_tried", "not tried")
+        if name == "allocator" and not loop.can_retain:
+            return Note("allocator.unsupported", "freed memory can be kept on a CPU with glibc only")
+        if name == "recompute":
+            return self._not_recomputed()
+        refusals = {"allocator": search.retaining_refusal, "compiled": search.compiling_refusal}
+        refusals["loss_chunk"] = search.chunking_refusal
+        return (refusals[name](self.profile) if name in refusals else None) or Note("setting.not_tried", "not tried")
 
     def _untried_size(self) -> Note:
         check, accumulate = self.profile.check, self.profile.reference.accumulate
