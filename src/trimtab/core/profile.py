@@ -56,7 +56,8 @@ class Candidate:
 
     def alike(self, other: Candidate, *but: str) -> bool:
         """Return True if two candidates differ in no field other than `but`."""
-        return set(self.differences(other)) <= set(but)
+        names = (name for name in self.__dataclass_fields__ if name not in but)
+        return all(getattr(self, name) == getattr(other, name) for name in names)
 
     def describe(self) -> str:
         """Return a short label."""

@@ -119,7 +119,7 @@ def test_more_memory_is_never_slower(machine, facts, one, other):
     assert ours <= theirs / FREE_SPEED * (1 + 1e-9)
 
 
-@settings(max_examples=30)
+@settings(max_examples=15)
 @given(machines(**SILENT), st.lists(st.floats(0.5, 2.0), min_size=7, max_size=7), limits, limits)
 @example(Machine(), [1.0, 1.4, 1.1, 2.0, 2.0, 2.0, 2.0], 250 * MIB, 450 * MIB)
 def test_more_memory_is_never_slower_on_one_recorded_profile(machine, seconds, one, other):
