@@ -159,11 +159,7 @@ def carbon_of(parts: Iterable[tuple[float, Energy]], intensity: Intensity) -> Ca
 
 
 def sum_carbon(parts: Iterable[Carbon]) -> Carbon:
-    """Return the sum of several carbon figures.
-
-    Raises:
-        ValueGivenError: there are none, or both kinds of intensity occur.
-    """
+    """Return the sum of carbon figures; `ValueGivenError` if there are none, or both kinds of intensity occur."""
     found = tuple(parts)
     kinds = sorted({part.kind for part in found})
     if len(kinds) != 1:

@@ -104,11 +104,7 @@ def power_draws(job: TrainingJob, now_s: float, stretches: Sequence[TrainingPeri
 
 
 def grams_of(taken: Iterable[PowerDraw], intensity: Intensity) -> float:
-    """Return the emissions of draws in grams of CO2 equivalent.
-
-    Raises:
-        ValueGivenError: the intensity is unknown for part of the time.
-    """
+    """Return the emissions of draws in grams of CO2 equivalent; `ValueGivenError` if an intensity is unknown."""
     return math.fsum(
         draw.watts * (draw.end_s - draw.begin_s) / JOULES_PER_KWH * intensity.mean(draw.begin_s, draw.end_s)
         for draw in taken
@@ -169,11 +165,7 @@ class RemainingWork:
 
 
 def step_seconds(plan: Plan | None, steps: int, takes_s: float | None) -> tuple[float, str]:
-    """Return the seconds per step and their source: the given run time, else the plan's figures.
-
-    Raises:
-        ValueGivenError: neither source has a time.
-    """
+    """Return the seconds per step and their source: the given run time, else the plan's; `ValueGivenError` without."""
     if takes_s is not None:
         return takes_s / steps, "from the given duration of the run"
     found = _cost(plan)

@@ -230,11 +230,7 @@ class CsvIntensity:
 
 
 def named(given: str, kind: str | None) -> ConstantIntensity | CsvIntensity:
-    """Return the source for a command line argument: a constant in g/kWh, or the path of a CSV file.
-
-    Raises:
-        ValueGivenError: `kind` is missing.
-    """
+    """Return the source named by a constant in g/kWh or the path of a CSV file; `ValueGivenError` without a kind."""
     if kind is None:
         raise ValueGivenError(
             "carbon.kind",

@@ -51,12 +51,7 @@ def in_words(value: Compiled) -> str:
 
 
 def check_compiled(value: object, *, num_ranks: int) -> None:
-    """Raise unless a value is a valid execution mode for the number of ranks.
-
-    Raises:
-        FormatError: an unknown mode.
-        ValueGivenError: CUDA graphs on several ranks.
-    """
+    """Raise `FormatError` for an unknown execution mode, `ValueGivenError` for CUDA graphs on several ranks."""
     if isinstance(value, bool):
         return
     if value not in GRAPHS:

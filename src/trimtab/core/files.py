@@ -23,11 +23,7 @@ _LOCKS = Path("/proc/locks")
 
 
 def try_lock(descriptor: int) -> bool:
-    """Lock an open file or folder. Returns False if another descriptor holds the lock.
-
-    Raises:
-        OSError: the file system does not support locks.
-    """
+    """Lock an open file or folder. Returns False if another descriptor holds the lock; `OSError` without locks."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
@@ -54,11 +50,7 @@ def is_at(descriptor: int, path: Path) -> bool:
 
 
 def require_unlocked(path: Path) -> None:
-    """Raise if another run holds a file or folder. Nothing is changed, and the lock is not kept.
-
-    Raises:
-        InUseError: another run, of this process or another, writes to the path.
-    """
+    """Raise `InUseError` if another run, of any process, holds a file or folder. The lock is not kept."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:  # Missing or unreadable: the later attempt to write reports it.
@@ -154,11 +146,7 @@ def read_bytes(path: str | Path, expected: str, *, limit: int) -> bytes:
 
 
 def read_text(path: str | Path, expected: str, *, limit: int = JSON_BYTES) -> str:
-    """Return the text of a regular file in UTF-8; arguments and errors as of `open_regular`.
-
-    Raises:
-        FormatError: it is not UTF-8 (code "file.not_text").
-    """
+    """Return the text of a regular file as `open_regular`; `FormatError` ("file.not_text") unless it is UTF-8."""
     content = read_bytes(path, expected, limit=limit)
     try:
         return content.decode("utf-8")
@@ -254,11 +242,7 @@ class AppendOnlyFile:
         self._waiting.append(data)
 
     def flush(self) -> None:
-        """Write buffered data to the operating system.
-
-        Raises:
-            SaveError: not everything was written. The file is unchanged, and the data stay buffered.
-        """
+        """Write buffered data to the operating system; `SaveError` with an unchanged file unless all was written."""
         if not self._waiting or os.getpid() != self._process:
             return
         try:
@@ -301,11 +285,7 @@ class AppendOnlyFile:
         self._mend()
 
     def set_aside(self, path: Path) -> None:
-        """Rename the file and continue in a new, empty one under the old name.
-
-        Raises:
-            SaveError: the new file could not be made; the old one keeps its name.
-        """
+        """Rename the file and continue in a new one under the old name; `SaveError` if it could not be made."""
         try:
             new = written_beside(self.path, b"", is_synced=False)
             try:
@@ -400,11 +380,7 @@ def written_beside(path: Path, data: bytes, *, is_synced: bool = True) -> Append
 
 
 def write_over(path: Path, data: bytes, *, is_synced: bool = True) -> None:
-    """Replace a file's content atomically. A symbolic link at the path is replaced, not followed.
-
-    Raises:
-        OSError: as of `written_beside`; the old content is unchanged.
-    """
+    """Replace a file's content, or a symbolic link, atomically; `OSError` as of `written_beside`."""
     file = written_beside(path, data, is_synced=is_synced)
     try:
         file.rename(path)

@@ -83,10 +83,9 @@ _PRODUCTS_WITHOUT_NVLINK = frozenset({"PCIE", "NVL", "MIG"})
 
 
 def absent_link(name: str, device_name: str = "") -> Link:
-    """Return a known link by name: "nvlink" (that of the device), "ib", "ethernet", or a full name such as "ib:HDR".
+    """Return a known link: "nvlink" (that of the device), "ib", "ethernet", or a full name such as "ib:HDR".
 
-    Raises:
-        ValueGivenError: the link is not in `LINKS`, or the NVLink of the device is unknown.
+    Raises `ValueGivenError` for a link that is not in `LINKS`, or if the NVLink of the device is unknown.
     """
     wanted = name.strip().lower() if isinstance(name, str) else ""
     wanted = _nvlink_of(device_name) if wanted == "nvlink" else USUAL.get(wanted, wanted)
@@ -250,11 +249,7 @@ def lookup_peaks(name: str) -> Peaks | None:
 
 
 def absent_device(name: str) -> DeviceSpec:
-    """Return the specification of a device in the table, such as "A100 80GB" or "H100 SXM".
-
-    Raises:
-        ValueGivenError: the device is not in the table.
-    """
+    """Return a device in the table, such as "A100 80GB" or "H100 SXM"; `ValueGivenError` for another name."""
     row = lookup_peaks(name)
     if row is None:
         known = ", ".join(row.match for row in PEAKS)

@@ -53,11 +53,7 @@ class Objective:
             object.__setattr__(self, name, share)
 
     def without_energy(self) -> Objective:
-        """Return the normalised weights of time and memory only, for a machine without a meter.
-
-        Raises:
-            ValueGivenError: only energy has a weight.
-        """
+        """Return the weights of time and memory, for a machine without a meter; `ValueGivenError` if both are 0."""
         if self.time == self.memory == 0:
             raise ValueGivenError(
                 "energy",

@@ -101,11 +101,7 @@ def _written(schedule: Schedule) -> Iterator[str]:
 
 
 def read_schedule(text: str) -> Schedule:
-    """Return the schedule that a notation describes.
-
-    Raises:
-        FormatError: invalid notation.
-    """
+    """Return the schedule that a notation describes; `FormatError` if it is invalid."""
     tokens = re.findall(r"[()]|~?\d+(?:-\d+)?|\S", text)
     parts, rest = _read(tokens)
     if rest or not parts:
@@ -144,12 +140,7 @@ def _no_schedule(text: str) -> FormatError:
 
 
 def schedule_of(value: str, num_blocks: int) -> Schedule:
-    """Return the schedule of a given number of blocks from its name or notation.
-
-    Raises:
-        FormatError: invalid notation.
-        ValueGivenError: the number of blocks differs.
-    """
+    """Return a schedule by name or notation; `FormatError`, or `ValueGivenError` for another number of blocks."""
     if value == EVERY_BLOCK:
         return tuple(RecomputedSegment((KeptBlock(index),)) for index in range(num_blocks))
     schedule = read_schedule(value)
@@ -158,12 +149,9 @@ def schedule_of(value: str, num_blocks: int) -> Schedule:
 
 
 def check_recompute(value: object, num_blocks: int) -> None:
-    """Raise unless a value is None or a schedule of `num_blocks` blocks (of any number if 0).
+    """Raise `FormatError` or `ValueGivenError` unless a value is None or a schedule of `num_blocks` blocks (any if 0).
 
     Segments of several blocks need the blocks' names, because each block must pass its output to the next block only.
-
-    Raises:
-        FormatError, ValueGivenError: an invalid schedule.
     """
     if value is None:
         return

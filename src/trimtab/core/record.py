@@ -234,11 +234,7 @@ class RecordWriter:
             self.write(header)
 
     def end(self) -> int:
-        """Write all lines to disk and return the file's size in bytes.
-
-        Raises:
-            SaveError: as of `flush`.
-        """
+        """Write all lines to disk and return the file's size in bytes; `SaveError` as of `flush`."""
         self._begin()
         size = self._file.sync()
         if not self._is_named:
@@ -274,11 +270,7 @@ class RecordWriter:
         self.is_open_ended = False
 
     def require_own(self) -> None:
-        """Raise if a run that starts would overwrite a foreign file.
-
-        Raises:
-            FormatError: as of the function `require_own`.
-        """
+        """Raise `FormatError` if a run that starts would overwrite a foreign file."""
         if self.is_open_ended:
             require_own(self._file.path, self._header)
 
@@ -407,11 +399,7 @@ def _settings(plan: Mapping[str, Any] | None) -> Any:
 
 
 def read_header(path: str | Path) -> Header:
-    """Read the first line of a run's record.
-
-    Raises:
-        FormatError: no such file, no header, or another schema.
-    """
+    """Read the first line of a run's record; `FormatError` without a file or header, or for another schema."""
     header = next(read_lines(path))
     assert isinstance(header, Header)  # `read_lines` raises otherwise.
     return header
@@ -571,11 +559,7 @@ def summary_of(record: RunRecord) -> RunSummary:
 
 
 def read_summary(path: str | Path) -> RunSummary:
-    """Read a run's record line by line.
-
-    Raises:
-        FormatError: as of `read_record`.
-    """
+    """Read a run's record line by line; `FormatError` as of `read_record`."""
     lines = read_lines(path)
     header = next(lines)
     assert isinstance(header, Header)  # `read_lines` raises otherwise.

@@ -97,12 +97,7 @@ def from_json(cls: type[T], text: str) -> T:
 
 
 def parse(text: str) -> Any:
-    """Return the value of JSON text; NaN and Infinity are refused, because JSON does not define them.
-
-    Raises:
-        ValueError: the text is not JSON.
-        RecursionError: the text is nested too deeply.
-    """
+    """Return the value of JSON text without NaN and Infinity; `ValueError`, or `RecursionError` for deep nesting."""
     return json.loads(text, parse_constant=_refuse_constant)
 
 
@@ -111,21 +106,14 @@ def _refuse_constant(name: str) -> None:
 
 
 def write_whole(path: str | Path, text: str) -> None:
-    """Write a text file atomically: after a crash or power failure it holds the old or the new text.
-
-    Raises:
-        OSError: the file cannot be written; its content is unchanged.
-    """
+    """Write a text file atomically, or raise `OSError`: after a power failure it holds the old or the new text."""
     write_over(Path(path), to_encodable(text).encode())
 
 
 def write_result(path: Path, text: str) -> None:
     """Write a command's result: a file atomically; a pipe or the process's own output as a stream.
 
-    If the file cannot be replaced, it is overwritten in place, and restored if that fails.
-
-    Raises:
-        OSError: the result cannot be written.
+    If the file cannot be replaced, it is overwritten in place. Raises `OSError` with the old content restored.
     """
     own = _own_output(path)
     if own is not None:
@@ -167,11 +155,7 @@ def _own_output(path: Path) -> int | None:
 
 
 def read_json(cls: type[T], path: str | Path) -> T:
-    """Return a `cls` from a JSON file.
-
-    Raises:
-        FormatError: not a regular file of at most `files.JSON_BYTES`, not JSON, or not a `cls`.
-    """
+    """Return a `cls` from a JSON file of at most `files.JSON_BYTES`; `FormatError` if it is none."""
     return from_json(cls, read_text(path, f"a readable {cls.__name__} JSON file"))
 
 

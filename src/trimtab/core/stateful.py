@@ -20,29 +20,15 @@ class Stateful(ABC):
 
     @abstractmethod
     def loading(self, state: Any) -> Load:
-        """Validate a state and return a function that loads it; nothing is changed before the call.
-
-        Raises:
-            FormatError, ValueGivenError: an invalid state.
-        """
+        """Return a function that loads a validated state; `FormatError` or `ValueGivenError` before any change."""
 
     def load_state_dict(self, state: Any) -> None:
-        """Load the result of `state_dict()`.
-
-        Raises:
-            FormatError, ValueGivenError: an invalid state. Nothing was changed.
-        """
+        """Load the result of `state_dict()`; `FormatError` or `ValueGivenError` before any change."""
         self.loading(state)()
 
 
 def loading_parts(parts: Mapping[str, Stateful], state: Any, where: str = "state") -> Load:
-    """Validate the states of all parts and return a function that loads every state.
-
-    Raises:
-        ValueGivenError: not a mapping.
-        FormatError: the keys differ.
-        UsageError: a part refuses its state.
-    """
+    """Validate the states of all parts and return a function that loads every state; errors as of `loading`."""
     if not isinstance(state, Mapping):
         raise ValueGivenError(
             where, got=f"a {type(state).__name__}", expected="the mapping that run.state_dict() returned"

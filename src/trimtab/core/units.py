@@ -15,11 +15,7 @@ _DURATION = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*(s|min|h|d)\s*")
 
 
 def parse_duration(field: str, text: str) -> float:
-    """Return seconds for `90s`, `15min`, `36h` or `2d`.
-
-    Raises:
-        ValueGivenError: not a duration, or not positive.
-    """
+    """Return seconds for `90s`, `15min`, `36h` or `2d`; `ValueGivenError` for another text, or zero."""
     found = _duration(text)
     if found is None:
         raise ValueGivenError(field, got=repr(text), expected="a duration such as 90s, 15min, 36h or 2d")
@@ -27,11 +23,7 @@ def parse_duration(field: str, text: str) -> float:
 
 
 def parse_moment(field: str, text: str, now_s: float) -> float:
-    """Return seconds since 1970 for `2026-03-02T06:00+01:00`, or for a duration from now such as `36h`.
-
-    Raises:
-        ValueGivenError: neither of the two, or a time without an offset from UTC.
-    """
+    """Return seconds since 1970 for `2026-03-02T06:00+01:00`, or for a duration from now such as `36h`."""
     after_s = _duration(text)
     if after_s is not None:
         return now_s + number(field, after_s, low=0, open_low=True)
@@ -43,11 +35,7 @@ def parse_moment(field: str, text: str, now_s: float) -> float:
 
 
 def time_of(text: str) -> float:
-    """Return seconds since 1970 for `2026-03-02T06:00+01:00` or a time that ends with `Z`.
-
-    Raises:
-        ValueError: the text is not a time, or has no offset from UTC.
-    """
+    """Return seconds since 1970 for `2026-03-02T06:00+01:00` or `...Z`; `ValueError` without an offset from UTC."""
     try:
         found = datetime.datetime.fromisoformat(text.strip())
     except ValueError:
@@ -76,11 +64,7 @@ _PATTERN = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([KMGT]?I?B?)\s*", re.IGNOREC
 
 
 def parse_bytes(field: str, value: str | int | float) -> int:
-    """Return bytes for `8 * 2**30`, `"8GiB"` (binary) or `"8GB"` (decimal).
-
-    Raises:
-        ValueGivenError: not a size, not finite, or not above zero.
-    """
+    """Return bytes for `8 * 2**30`, `"8GiB"` (binary) or `"8GB"` (decimal); `ValueGivenError` for other values."""
     if not isinstance(value, str):
         return int(number(field, value, low=1, high=2**62))
     match = _PATTERN.fullmatch(value)

@@ -51,11 +51,7 @@ def integer(field: str, value: object, *, low: int = 1, high: int = 2**62) -> in
 
 
 def not_negative(value: object, *fields: str) -> None:
-    """Raise if a listed field of a dataclass is negative; NaN and None are accepted.
-
-    Raises:
-        ValueGivenError: names the class and the field.
-    """
+    """Raise if a listed field of a dataclass is negative; NaN and None are accepted."""
     for field in fields:
         number_there = getattr(value, field)
         if number_there is not None and number_there < 0:
@@ -64,11 +60,7 @@ def not_negative(value: object, *fields: str) -> None:
 
 
 def positive_and_finite(field: str, values: Iterable[float]) -> None:
-    """Raise unless all numbers are positive and finite.
-
-    Raises:
-        ValueGivenError: names the field.
-    """
+    """Raise unless all numbers are positive and finite."""
     for value in values:
         if not 0 < value < math.inf:
             raise ValueGivenError(field, got=repr(value), expected="finite and above zero", code="number.range")
@@ -112,11 +104,7 @@ def shares(values: Sequence[float]) -> tuple[float, ...] | None:
 
 
 def dataclass_or(field: str, value: Any, cls: type, default: Any) -> Any:
-    """Return an argument that is an instance of a dataclass, or its default if it is None.
-
-    Raises:
-        ValueGivenError: the value is of another class.
-    """
+    """Return an instance of a dataclass, or the default for None."""
     if value is None:
         return default
     if not isinstance(value, cls):

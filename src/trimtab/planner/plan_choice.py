@@ -69,11 +69,7 @@ def _refuse_unknown(profile: Profile, objective: Objective) -> None:
 
 
 def choose_each(profile: Profile, objective: Objective, budget: Budget) -> tuple[Plan, ...]:
-    """Return the plan for every micro-batch size at which some settings meet the budget, the largest first.
-
-    Raises:
-        InfeasibleError: as `choose`.
-    """
+    """Return the plan for every micro-batch size that may meet the budget, the largest first; errors as of `choose`."""
     _refuse_unknown(profile, objective)
     budget = profile.limits(budget)
     found = search_space.priced_candidates(profile, budget)

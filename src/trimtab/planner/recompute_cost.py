@@ -62,11 +62,7 @@ def sqrt_segments(num_stages: int, links: Sequence[bool] = ()) -> Schedule:
 
 
 def predict(chain: Sequence[BlockCost], schedule: Schedule) -> ScheduleCost:
-    """Return the memory and recomputation of a schedule of a whole chain.
-
-    Raises:
-        ValueGivenError: the schedule does not contain every stage once and in order.
-    """
+    """Return the memory and recomputation of a schedule; `ValueGivenError` unless it has every stage once, in order."""
     check_schedule(schedule, len(chain))
     if any(kept.in_part and chain[kept.index].part is None for kept in kept_in(schedule)):
         given = "a partly kept stage (~) without an expensive part"
