@@ -78,12 +78,8 @@ def window_noise(mean_norm2: float, norm2: float, spread: float, squares: float,
 def from_partial_sums(norms2: Sequence[float], rows: Sequence[float]) -> WindowNoise | None:
     """Return a step's estimates from norms of partial sums, for gradients that only accumulate.
 
-    Uses `||S_j||^2` with `S_j = m_1 g_1 + ... + m_j g_j` instead of `||g_j||^2`. The standard deviation is 2 to 13
-    times that of the exact estimates.
-
-    Args:
-        norms2: `||S_j||^2` after each micro-batch.
-        rows: samples of each micro-batch.
+    Uses `||S_j||^2` with `S_j = m_1 g_1 + ... + m_j g_j`, of `m_j` samples (`rows`), instead of `||g_j||^2`. The
+    standard deviation is 2 to 13 times that of the exact estimates.
     """
     weights = partial_sum_weights(rows)
     if weights is None or not all(map(math.isfinite, norms2)):
@@ -142,11 +138,7 @@ class NoiseAverage(Stateful):
         self.norm2_share = self.spread = 0.0
 
     def add(self, window: WindowNoise, age: int = 1) -> None:
-        """Add the estimates of a step.
-
-        Args:
-            age: steps since the last measured step.
-        """
+        """Add the estimates of a step, `age` steps after the last measured step."""
         age = max(age, 1) if self.num_windows else 1
         self.span += age
         keep = min(self._keep ** min(age, MOST_AGE), (1 - age / self.span) ** 2)
@@ -227,11 +219,10 @@ class JointMicroBatches:
 
     @classmethod
     def of_ranks(cls, each: Sequence[Sequence[float]]) -> JointMicroBatches:
-        """Return the micro-batches from the figures of all ranks.
+        """Return the micro-batches from the `num_figures` figures of each rank.
 
-        Args:
-            each: per rank, `num_figures` values: `||gbar||^2` of the local shards; `||h_j||^2 D^2` of the local shards
-                for every j; then all `n_rj`; then all `m_rj`.
+        The figures are `||gbar||^2` of the local shards; `||h_j||^2 D^2` of the local shards for every j; all `n_rj`;
+        and all `m_rj`.
         """
         norm2, *of_each = (sum(figures) for figures in zip(*each, strict=True))
         num = len(of_each) // _OF_EACH

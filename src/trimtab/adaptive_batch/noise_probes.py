@@ -71,8 +71,7 @@ class OverheadBudget(Stateful):
     def is_due(self, sparse: int = 0) -> bool:
         """Return True if the next step should use the technique: the overhead budget so far pays for another use.
 
-        Args:
-            sparse: use only every `sparse`-th step; 0: keep the minimum distance to the last use.
+        With `sparse`, only every `sparse`-th step; otherwise at a minimum distance from the last use.
         """
         if self.is_paused or self.windows < FRESH:
             return False

@@ -137,14 +137,7 @@ class Carbon:
 
 
 def carbon_of(parts: Iterable[tuple[float, Energy]], intensity: Intensity) -> Carbon:
-    """Return the carbon of several intervals.
-
-    Args:
-        parts: start of each interval (seconds since 1970) and its energy.
-
-    Raises:
-        ValueGivenError: the intensity is unknown in an interval.
-    """
+    """Return the carbon of intervals (begin in seconds since 1970, energy); `ValueGivenError` for unknown intensity."""
     grams, kinds = [], set[Provenance]()
     for begin_s, energy in parts:
         if energy.joules is None:

@@ -184,8 +184,7 @@ def step_seconds(plan: Plan | None, steps: int, takes_s: float | None) -> tuple[
 def power_of(plan: Plan | None, watts: float | None, idle_watts: float | None) -> MachinePower:
     """Return the power for emissions: as given, else from the plan's meter, else 1 kW.
 
-    Raises:
-        ValueGivenError: `idle_watts` is given, but the power while training is unknown.
+    Raises `ValueGivenError` if `idle_watts` is given, but the power while training is unknown.
     """
     if watts is not None:
         idle = _UNKNOWN_IDLE if idle_watts is None else f"{idle_watts:g} W while waiting (given)"

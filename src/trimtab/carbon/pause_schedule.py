@@ -138,11 +138,7 @@ class TimeAxisPass:
 
 
 def best_stretches(hours: IntensitySteps, job: TrainingJob) -> tuple[TrainingPeriod, ...] | None:
-    """Return the training periods of least emissions; None if the job does not fit or may not be paused.
-
-    Args:
-        hours: intensity from now to the deadline, or to the end of the forecast.
-    """
+    """Return the periods of least emissions in `hours`; None if the job does not fit or may not be paused."""
     if job.pause is None:
         return None
     work, gap = microseconds(job.seconds), max(1, microseconds(job.pause.seconds))
@@ -278,11 +274,7 @@ class Downside:
 def downsides(
     taken: Sequence[PowerDraw], at_once: Sequence[PowerDraw], forecast: Intensity, now_s: float, end_s: float
 ) -> tuple[Downside, ...]:
-    """Return the downside if yesterday repeats (omitted if the trace lacks that day), then the worst case.
-
-    Args:
-        end_s: end of the time considered in the forecast.
-    """
+    """Return the downside if yesterday repeats (if the trace has that day), then the worst case up to `end_s`."""
     found = []
     yesterday = repeated_day(forecast, now_s, max(draw.end_s for draw in (*taken, *at_once)))
     if yesterday is not None:

@@ -183,7 +183,6 @@ class ConstantIntensity:
 
     @property
     def name(self) -> str:
-        """Name of the source in reports."""
         return f"a constant of {self.g_per_kwh:g} g/kWh"
 
     def forecast(self, now_s: float) -> Intensity:
@@ -204,7 +203,6 @@ class CsvIntensity:
 
     @property
     def name(self) -> str:
-        """Name of the source in reports."""
         return Path(self.path).name
 
     def forecast(self, now_s: float) -> Intensity:
@@ -336,7 +334,6 @@ class ElectricityMaps:
 
     @property
     def name(self) -> str:
-        """Name of the source in reports."""
         return f"Electricity Maps, zone {self.zone}"
 
     def forecast(self, now_s: float) -> Intensity:
@@ -371,7 +368,6 @@ class WattTime:
 
     @property
     def name(self) -> str:
-        """Name of the source in reports."""
         return f"WattTime, region {self.region}"
 
     def forecast(self, now_s: float) -> Intensity:

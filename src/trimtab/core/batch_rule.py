@@ -40,11 +40,7 @@ def warmup_linear(progress: float, warmup: float, final: float) -> float:
 
 
 def factor_of(schedule: str, progress: float, warmup: float | None = None) -> float:
-    """Return the learning-rate factor of a plan's schedule, "warmup_cosine" or "warmup_linear".
-
-    Args:
-        warmup: fraction of the run for the warm-up; None: the paper's 5%.
-    """
+    """Return the learning-rate factor of a schedule, "warmup_cosine" or "warmup_linear"; warm-up None: 5%."""
     rises = WARMUP_FRACTION if warmup is None else warmup
     if schedule == "warmup_linear":
         return warmup_linear(progress, rises, LINEAR_FINAL)

@@ -124,11 +124,7 @@ class BlockChainModel:
         return replace(self, few=change(self.few), many=change(self.many))
 
     def with_parts(self, traced: BlockChainModel) -> BlockChainModel:
-        """Return the chain with the costs of expensive parts, for all stages but the last.
-
-        Args:
-            traced: chain traced with only the expensive parts kept.
-        """
+        """Return the chain with the costs of expensive parts, of a chain traced with only these kept."""
 
         def parted(chain: BlockChain, parts: BlockChain) -> BlockChain:
             *stages, last = chain.stages
@@ -139,12 +135,7 @@ class BlockChainModel:
         return replace(self, few=parted(self.few, traced.few), many=parted(self.many, traced.many))
 
     def with_seconds(self, forward_s: Seconds, part_s: Seconds) -> BlockChainModel:
-        """Return the chain with recomputation times, for all stages but the last.
-
-        Args:
-            forward_s: seconds to run a stage's forward again.
-            part_s: seconds to run a stage's forward again, except the expensive part.
-        """
+        """Return the chain with the seconds of a stage's forward, and of that without its expensive part."""
 
         def timed(chain: BlockChain, rows: int) -> BlockChain:
             *stages, last = chain.stages

@@ -73,9 +73,7 @@ def absent_energy(reason: str, seconds: float = 0.0) -> Energy:
 def sum_energy(parts: Iterable[Energy], *, in_turn: bool = False) -> Energy:
     """Return the sum of several energies: absent if any is absent, else estimated if any is estimated.
 
-    Args:
-        parts: energies of devices or ranks over the same time, or of consecutive intervals.
-        in_turn: True for consecutive intervals, so that their seconds are added.
+    Of devices or ranks over the same time, or `in_turn` of consecutive intervals, whose seconds are added.
     """
     found = tuple(parts)
     seconds = [part.seconds for part in found]

@@ -78,11 +78,7 @@ def holder_pid(descriptor: int) -> int | None:
 
 
 def in_use(path: Path, pid: int | None, holder: str = "") -> InUseError:
-    """Return the error for an output that another run holds.
-
-    Args:
-        holder: description of the holder; by default the process id.
-    """
+    """Return the error for an output that another run holds, described by `holder` or its process id."""
     who = holder or ("another process" if pid is None else "this process" if pid == os.getpid() else f"process {pid}")
     error = InUseError(
         str(path),
@@ -362,12 +358,7 @@ def set_apart(path: Path) -> Path:
 def written_beside(path: Path, data: bytes, *, is_synced: bool = True) -> AppendOnlyFile:
     """Write data to a new temporary file in a path's folder and return the file; rename it to the path afterwards.
 
-    Args:
-        is_synced: True to wait for the disk.
-
-    Raises:
-        SaveError: the file could not be written and was removed.
-        OSError: no file can be created in the folder.
+    Waits for the disk if `is_synced`. Raises `SaveError` without leaving a file, or `OSError` if none can be created.
     """
     file = AppendOnlyFile(set_apart(path), is_new=True)
     try:

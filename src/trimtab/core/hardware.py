@@ -99,10 +99,7 @@ def absent_link(name: str, device_name: str = "") -> Link:
 def ring_link(name: str, device_name: str, ranks: int) -> Link:
     """Return a known link, or that of several nodes: "8 x nvlink + ib:NDR" means 8 ranks per node and a network.
 
-    If all ranks fit on one node, the link inside the node is returned.
-
-    Raises:
-        ValueGivenError: as of `absent_link`, or a node has no ranks.
+    The link inside the node if all ranks fit on one. Raises `ValueGivenError` as `absent_link`, or without ranks.
     """
     found = _NODES.fullmatch(name) if isinstance(name, str) else None
     if found is None:
@@ -119,9 +116,6 @@ def over_nodes(inside: Link, between: Link, ranks_of_node: int) -> Link:
     Each ring enters and leaves a node once, and passes through the node's ranks over the inner link. The total
     bandwidth is therefore the smaller of the node's ports together and the inner link, and one hop per node has the
     network's latency.
-
-    Raises:
-        ValueGivenError: a node has no ranks.
     """
     validation.integer("ranks_of_node", ranks_of_node)
     latency_s = ((ranks_of_node - 1) * inside.latency_s + between.latency_s) / ranks_of_node

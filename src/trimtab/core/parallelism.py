@@ -22,11 +22,7 @@ STAGES = {
 
 
 def check_sharing(num_ranks: int, zero_stage: Any, values: Mapping[str, Any]) -> None:
-    """Raise `ValueGivenError` or `FormatError` if sharding settings are out of range or incompatible.
-
-    Args:
-        values: the settings named in `KEPT`.
-    """
+    """Raise `ValueGivenError` or `FormatError` if the settings named in `KEPT` are invalid or incompatible."""
     validation.integer("plan.num_ranks", num_ranks)
     validation.one_of("plan.engine", values["engine"], ENGINES)
     validation.one_of("plan.reduce_dtype", values["reduce_dtype"], REDUCE_DTYPES)

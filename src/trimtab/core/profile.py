@@ -386,10 +386,9 @@ class Profile:
         return max((trial.peak_bytes for trial in whole if trial.peak_bytes is not None), default=None)
 
     def limits(self, budget: Budget) -> Budget:
-        """Return a budget with the default memory limit.
+        """Return a budget with the default memory limit: the loop's own peak if it accumulates gradients.
 
-        A loop that accumulates gradients does so to save memory: unless the user sets a limit, its own peak is the
-        limit.
+        Such a loop accumulates to save memory.
         """
         own = self.own_peak_bytes
         if self.reference.accumulate == 1 or budget.memory is not None or own is None:

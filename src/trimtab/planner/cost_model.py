@@ -36,12 +36,9 @@ STARTING_S = {"cuda": 4e-6, "cpu": 4e-6}
 
 
 def step_seconds(work: StepWork, device: DeviceSpec, precision: str, rows: int, num_micro_batches: int) -> float | None:
-    """Return the seconds of an optimizer step; None if a peak of the device is unknown.
+    """Return the seconds of an optimizer step of micro-batches of `rows` samples; None if a peak is unknown.
 
-    Args:
-        precision: precision of matrix products. Operators have their own precision, except that "tf32" from a plan is
-            recorded as fp32.
-        rows: samples per micro-batch.
+    `precision` is that of matrix products; operators have their own, except that "tf32" is recorded as fp32.
     """
     micro_batch = seconds_of(work.micro_batch, device, precision, rows)
     step = seconds_of(work.step, device, precision, rows)
@@ -64,12 +61,7 @@ def seconds_of(operations: Iterable[Operation], device: DeviceSpec, precision: s
 
 
 def roof_of(seen: Iterable[Seen], device: DeviceSpec, precision: str) -> RooflineBound | None:
-    """Return the roofline of measured operators; None if a peak of the device is unknown.
-
-    Args:
-        seen: (kind, FLOP, bytes) per operator.
-        precision: precision of the step's matrix products, see `step_seconds`.
-    """
+    """Return the roofline of operators (kind, FLOP, bytes), as measured; None if a peak of the device is unknown."""
     if not device.bandwidth_bytes_s:
         return None
     compute_s = memory_s = all_flops = all_moved = 0.0

@@ -98,8 +98,7 @@ class CompletedDryRuns:
     def beyond_bytes(self, way: Way) -> tuple[int, ...]:
         """Return the distinct excesses of measured over predicted peaks for a way to shard.
 
-        The excess is sent tensors released late: parameters and gradients, whose size does not depend on the
-        micro-batch.
+        They are sent tensors released late, whose size does not depend on the micro-batch.
         """
         found = dict.fromkeys(
             each.peak_bytes - each.plan.predicted.peak_bytes
@@ -149,9 +148,7 @@ def by_default(plan: Plan) -> Plan | None:
 def plan_for_gradients(changed: Plan, usual: Plan, block_s: Sequence[Sequence[float]]) -> Plan:
     """Return the plan to use for sending gradients: the changed plan if measurably better.
 
-    Args:
-        block_s: seconds per step in interleaved blocks, paired by index: of `changed`, of `usual`, and of `usual` again
-            as the A/A control.
+    `block_s` are seconds per step in interleaved blocks: of `changed`, of `usual`, and of `usual` again (A/A control).
     """
     theirs, ours, again = block_s
     effect, control = ratio_interval(paired_ratios(theirs, ours)), ratio_interval(paired_ratios(again, ours))

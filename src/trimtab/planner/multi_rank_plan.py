@@ -37,12 +37,9 @@ class GradientCommunication:
 
 
 def for_replicas(plan: Plan, num_ranks: int, why: str = "") -> Plan:
-    """Return a plan, made for one rank's part of a batch, for ranks with a full replica of the model.
+    """Return a plan of one rank's part of a batch for ranks with a full replica; a plan with a ZeRO stage is unchanged.
 
-    A plan with a ZeRO stage is returned unchanged.
-
-    Args:
-        why: reason for not considering sharding; "" if sharding was not requested.
+    `why` is the reason for not considering sharding; "" if sharding was not requested.
     """
     if plan.zero_stage.value is not None or num_ranks == 1:
         return plan

@@ -109,9 +109,7 @@ def _order(profile: Profile) -> tuple[str, ...]:
 def is_hurried(profile: Profile, spent_s: float, *, steps: int = 0, patient: bool = False) -> bool:
     """Return True if the remaining time budget is too short for anything but the final.
 
-    Args:
-        steps: additional steps of the loop to reserve.
-        patient: reserve time for additional blocks of an undecided final.
+    Also reserves the time of `steps` steps of the loop, and if `patient` of more blocks of an undecided final.
     """
     if profile.run_s is None:
         return False

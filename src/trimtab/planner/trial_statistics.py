@@ -193,11 +193,7 @@ Arm = TypeVar("Arm", bound=RunningCandidate)
 
 
 def still_open(running: Sequence[Arm], incumbent: Arm, *, orders: bool) -> list[Arm]:
-    """Return the candidates to run in the next round.
-
-    Args:
-        incumbent: first of the phase; may have failed.
-    """
+    """Return the candidates to run in the next round; the incumbent, the first of the phase, may have failed."""
     rival = _leader(running, incumbent) if orders else incumbent
     return [arm for arm in running if arm.control or not has_lost(arm, rival)]
 
