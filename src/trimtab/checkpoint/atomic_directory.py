@@ -179,7 +179,7 @@ def _synced(path: Path, pool: ThreadPoolExecutor, disk: ThreadPoolExecutor) -> F
     """Sync a file and return its size and checksums."""
     descriptor, size = open_file(path)
     try:
-        under_way = disk.submit(os.fsync, descriptor)
+        under_way = disk.submit(os.fsync, descriptor)  # waits for the disk, while checksums need the processor
         found = FileEntry(size, crc32_of_chunks(descriptor, size, pool))
         under_way.result()
         return found

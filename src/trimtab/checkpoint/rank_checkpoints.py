@@ -173,6 +173,7 @@ class RankCommunication:
 
     def _without_what_is_alike(self, state: Mapping[str, Any], name: str) -> Mapping[str, Any]:
         """Drop the user's additional state from this rank's files if rank 0 writes an identical copy."""
+        # An average of the weights is as large as the model and usually identical on every rank.
         if self.num == 1:
             return state
 

@@ -77,6 +77,7 @@ def loading_hidden(model: nn.Module, saved: Any) -> Load:
 
 def _rooms(saved: Mapping[str, Tensor | None], now: Mapping[str, Tensor | None]) -> dict[int, Tensor]:
     """Return the model's tensor for each saved tensor, by id of the saved one."""
+    # Each tensor of the model is used once: two saved tensors must not share memory.
     rooms, taken = dict[int, Tensor](), set[int]()
     for name, value in saved.items():
         own = now.get(name)
@@ -100,6 +101,7 @@ def _shape_of(value: Tensor | None) -> list[int] | None:
 
 def _require_saved(now: Mapping[str, Tensor | None], saved: Mapping[str, Any]) -> None:
     """Raise `ModelError` for a buffer of the model without a saved value, or with a smaller saved shape."""
+    # A model built for longer inputs than at the save would otherwise get a truncated buffer.
     for name, value in saved.items():
         own = now.get(name)
         if own is not None and value is not None and not _has_grown(own, value):

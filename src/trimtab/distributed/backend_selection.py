@@ -91,6 +91,7 @@ def backend_of(model: nn.Module, plan: Plan, options: Mapping[str, Any]) -> Back
 
 def _require_no_flat_shards(model: nn.Module) -> None:
     """Raise `ValueGivenError` for a model in FSDP1 on several ranks."""
+    # Each rank would use the norm of its own shard, for clipping and for detecting non-finite gradients.
     if has_peers() and is_flat_sharded(model):
         raise ValueGivenError(
             "model",
@@ -104,6 +105,7 @@ def _require_no_flat_shards(model: nn.Module) -> None:
 
 def _require_no_layout(model: nn.Module, plan: Plan) -> None:
     """Raise `ValueGivenError` for parameters that are not, or would not be, contiguous."""
+    # FSDP2 and DeepSpeed would raise only after sharding a part of the model.
     backend = f"{'DeepSpeed' if plan.engine.value == 'deepspeed' else 'FSDP2'} (zero_stage={plan.zero_stage.value})"
     if plan.memory_layout.value != "keep":
         raise ValueGivenError(

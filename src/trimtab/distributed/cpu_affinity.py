@@ -62,6 +62,7 @@ def _folders(groups: Path, own: Path) -> list[Path]:
             continue
         roots = (groups / controllers, groups / "cpu") if controllers else (groups,)
         root = next((each for each in roots if each.is_dir()), groups)
+        # A container may see group names of the host, while only the root is mounted.
         parts = [part for part in path.split("/") if part not in ("", "..")]
         above = [root.joinpath(*parts[:depth]) for depth in range(len(parts), -1, -1)]
         found += [folder for folder in above if folder.is_dir()]

@@ -321,6 +321,7 @@ class DryRuns:
         if first is None:
             return made[0]
         text, code, _ = reports[first]
+        # Pending messages would be matched with later collectives, so all ranks end.
         if any(sent != reports[0][2] for _, _, sent in reports):
             raise _left_over(first, text) from failure
         return _Failure(text, code)

@@ -98,6 +98,7 @@ class _RankWorkerSeed:
     def __call__(self, worker: int) -> None:
         found = get_worker_info()
         if self._rank and found is not None:
+            # torch seeds workers of equally seeded ranks equally: sample j of a batch would get the same augmentation.
             seed = torch.initial_seed() + self._rank * found.num_workers  # workers of a rank have consecutive seeds
             torch.manual_seed(seed)
             random.seed(seed)
