@@ -2,28 +2,22 @@
 
 from __future__ import annotations
 
-from ranks import reports, run_ranks
+from ranks import run_cases
 
 RANK = """
-    import json, sys, time
-    from pathlib import Path
-    import torch
-    import torch.distributed as dist
     from trimtab.core.energy_reading import Energy, Provenance, absent_energy
     from trimtab.distributed.rank_energy import meter_of_rank
     from trimtab.distributed.process_group import total
     from trimtab.energy.energy_meter import WINDOW_S, EnergyClock
     from trimtab.energy.meter_selection import Metering
 
-    rank, folder = int(sys.argv[1]), sys.argv[2]
-    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
     metered = meter_of_rank(torch.device("cpu"), Metering(watts=15))
     read = Energy(2.0, 30.0, Provenance.ESTIMATED, ("15 W",))
     own = read if metered.is_reader else absent_energy("another rank reads it")
     lost = absent_energy("the counter is gone") if metered.is_reader else own
     found = {"reads": metered.is_reader, "absent": metered.own.is_absent, "job": metered.job.sources}
     found["joules"], found["lost"] = metered.of_all(own, total).joules, metered.of_all(lost, total).joules
-    counter = Path(folder) / "tree" / "intel-rapl:0" / "energy_uj"
+    counter = folder.parent / "tree" / "intel-rapl:0" / "energy_uj"
     shared = meter_of_rank(torch.device("cpu"), Metering(root=counter.parents[1]))
     clock = EnergyClock(shared.meter)
     clock.start()
@@ -36,12 +30,8 @@ RANK = """
         clock.tick()
     energy = shared.of_all(clock.read(), total)
     found["counted"] = [shared.is_reader, shared.job.sources, energy.joules, energy.provenance.value]
-    nothing = meter_of_rank(torch.device("cpu"), Metering(root=Path(folder) / "powercap"))
+    nothing = meter_of_rank(torch.device("cpu"), Metering(root=folder / "powercap"))
     found["nothing"] = [nothing.job.is_absent, nothing.of_all(own, total).joules]
-    with open(f"{folder}/rank-{rank}.json", "w") as file:
-        json.dump(found, file)
-    dist.barrier()
-    dist.destroy_process_group()
 """
 
 
@@ -50,8 +40,7 @@ def test_one_meter_is_read_once_and_told_to_all(tmp_path):
     zone.mkdir(parents=True)
     for name, text in (("name", "package-0"), ("max_energy_range_uj", "262143000000"), ("energy_uj", "1000000")):
         (zone / name).write_text(text)
-    run_ranks(RANK, tmp_path)
-    found = reports(tmp_path)
+    (found,) = run_cases(RANK, tmp_path, "all")
     assert [each["reads"] for each in found] == [True, False]
     assert [each["absent"] for each in found] == [False, True]
     assert [each["job"] for each in found] == [["15 W, as given"]] * 2

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from ranks import reports, run_ranks
+from ranks import run_cases
 
 from trimtab.experiments.baselines.reference import ReferenceLoop
 from trimtab.experiments.paired_runs.inspect_arm import measure_arm
@@ -23,14 +23,9 @@ from tiny_task import BATCH_SIZE, load_data  # noqa: E402
 from tiny_task import task as tiny  # noqa: E402
 
 RANK = """
-    import json, os, sys, time
     from dataclasses import replace
-    from pathlib import Path
-    rank, folder = int(sys.argv[1]), Path(sys.argv[2])
     os.environ.update(RANK=str(rank), WORLD_SIZE="2", LOCAL_RANK=str(rank))
-    sys.path.insert(0, sys.argv[3])
-    import torch
-    import torch.distributed as dist
+    sys.path.insert(0, case)
     from smooth_task import ODD_ROWS, counting
     from tiny_task import task
     from trimtab.profiling import trials
@@ -44,10 +39,8 @@ RANK = """
     from trimtab.experiments.comparison_context import comparison_ranks
     from trimtab.experiments.baselines.replica import ReplicaLoop
 
-    torch.set_num_threads(1)
     trials.BLOCK_S = 0.003
     process_group.TIMEOUT_S = 8.0
-    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
     cpu, found = torch.device("cpu"), {}
 
     def refused(ranks, error):
@@ -114,8 +107,6 @@ RANK = """
             compare(task, folder / "made_here", few, command="", plan=bad, together=ranks)
         except TrimtabError as error:
             found["another"] = [type(error).__name__, str(error), getattr(error, "is_echo", None)]
-    (folder / f"rank-{rank}.json").write_text(json.dumps(found))
-    dist.barrier()
 """
 
 
@@ -123,8 +114,7 @@ RANK = """
 def found(tmp_path_factory) -> tuple[Path, list[dict]]:
     """What two ranks found that ran it all, by rank."""
     folder = tmp_path_factory.mktemp("in_step")
-    run_ranks(RANK, folder, TASKS)
-    return folder, reports(folder)
+    return folder / "0", run_cases(RANK, folder, str(TASKS))[0]
 
 
 def test_figures_and_files_are_rank_0s_on_all(found):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from ranks import run_ranks
+from ranks import run_cases
 
 from trimtab.core.serialization import read_json
 from trimtab.core.step_phases import TimedGain
@@ -14,26 +14,17 @@ from trimtab.experiments.phase_result import PhaseResult
 
 TASKS = Path(__file__).parents[1] / "unit" / "experiments"
 RANK = """
-    import os, sys
-    from pathlib import Path
-    rank, folder = int(sys.argv[1]), Path(sys.argv[2])
     os.environ.update(RANK=str(rank), WORLD_SIZE="2", LOCAL_RANK=str(rank))
-    sys.path.insert(0, sys.argv[3])
-    import torch
-    import torch.distributed as dist
     from trimtab.core.serialization import to_json
     from trimtab.core.plan import Plan
     from trimtab.experiments.phases_command import PhasesRequest, phases_of
-
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
     for stage in (0, 3):
         plan = folder / f"plan-{rank}-{stage}.json"
         plan.write_text(to_json(Plan.fixed(batch_size=16, micro_batch=8, num_ranks=2, zero_stage=stage)))
-        found = phases_of(PhasesRequest((f"{sys.argv[3]}/tiny_task.py:task",), plan=plan, rounds=2, ranks=2))
-        assert (found is None) == bool(rank)
-        if found is not None:
-            (folder / f"found-{stage}.json").write_text(to_json(found))
+        result = phases_of(PhasesRequest((f"{case}/tiny_task.py:task",), plan=plan, rounds=2, ranks=2))
+        assert (result is None) == bool(rank)
+        if result is not None:
+            (folder / f"found-{stage}.json").write_text(to_json(result))
 """
 
 
@@ -41,8 +32,8 @@ RANK = """
 def gains(tmp_path_factory) -> dict[int, TimedGain]:
     """What rank 0 found of a plan for replicas, and of one that shares parameters out."""
     folder = tmp_path_factory.mktemp("phases")
-    run_ranks(RANK, folder, TASKS)
-    return {stage: read_json(PhaseResult, folder / f"found-{stage}.json").gains[0] for stage in (0, 3)}
+    run_cases(RANK, folder, str(TASKS))
+    return {stage: read_json(PhaseResult, folder / f"0/found-{stage}.json").gains[0] for stage in (0, 3)}
 
 
 def test_ranks_wait_for_one_another_in_both_loops(gains):

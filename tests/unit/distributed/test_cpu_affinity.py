@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import os
 
 import pytest
 import torch
-from ranks import run_ranks
+from ranks import run_cases
 
 from trimtab.distributed import cpu_affinity
 from trimtab.distributed.cpu_affinity import (
@@ -145,25 +144,14 @@ def test_one_process_says_what_it_has(monkeypatch):
 
 
 RANK = """
-    import json, sys
-    from pathlib import Path
-    import torch
-    import torch.distributed as dist
     from trimtab.distributed import cpu_affinity
-    rank, folder = int(sys.argv[1]), Path(sys.argv[2])
-    torch.set_num_threads(1)
     cpu_affinity.quotas = lambda: {}
-    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
     found = []
     for cores in ({0, 1}, {rank}, {0}):
         cpu_affinity.own_cores = lambda: frozenset(cores)
         found.append(cpu_affinity.oversubscribed_resource())
-    (folder / f"rank-{rank}.json").write_text(json.dumps(found))
-    dist.barrier()
 """
 
 
 def test_ranks_look_at_what_all_of_them_have(tmp_path):
-    run_ranks(RANK, tmp_path)
-    for rank in range(2):
-        assert json.loads((tmp_path / f"rank-{rank}.json").read_text()) == ["", "", "cores"]
+    assert run_cases(RANK, tmp_path, "all") == [[["", "", "cores"]] * 2]
