@@ -10,8 +10,6 @@ import zlib
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from trimtab.checkpoint import manifest
 from trimtab.checkpoint.manifest import FileBuffer, crc32_of_chunks
@@ -80,16 +78,6 @@ def test_calls_that_return_fewer_bytes_than_there_is_room_for(path, monkeypatch)
 def test_a_file_that_ends_early(path):
     with pytest.raises(OSError, match=f"ends after {len(CONTENT)} bytes"):
         sums(path, len(CONTENT) + 1, room_of([len(CONTENT) + 1])[1])
-
-
-@given(st.lists(st.integers(0, 5), max_size=8), st.data())
-def test_a_part_is_the_memory_between(sizes, data):
-    pieces, room = room_of(sizes)
-    start = data.draw(st.integers(0, sum(sizes)))
-    end = data.draw(st.integers(start, sum(sizes)))
-    for piece in room.part(start, end):
-        piece[:] = b"x" * len(piece)
-    assert b"".join(pieces) == bytes(start) + b"x" * (end - start) + bytes(sum(sizes) - end)
 
 
 def test_without_the_faster_library_the_sums_are_the_same(path, monkeypatch):

@@ -183,12 +183,6 @@ def test_the_class_of_an_optimizer_is_that_of_what_a_wrapper_holds_too():
     assert class_of(Wrapper(adam)) != class_of(Wrapper(sgd))
 
 
-def test_what_was_saved_before_the_optimizer_s_class_was_is_gone_on_with(saved):
-    forge(saved / "step-4", lambda said: said["about"]["world"].pop("optimizer"))
-    with Loop(saved).start() as run:
-        assert run.num_windows == 4
-
-
 def test_another_number_of_threads_is_refused_or_accepted_and_recorded(saved, tmp_path):
     threads = torch.get_num_threads()
     torch.set_num_threads(threads + 1)
@@ -605,27 +599,19 @@ def test_a_record_has_its_end_where_the_last_save_failed(saved, tmp_path, monkey
     assert read_record(tmp_path / "r.jsonl").end is not None
 
 
-def test_a_forked_child_ends_by_a_signal_as_any_process(tmp_path):
-    with Loop(tmp_path / "run").start():
-        child = os.fork()
-        if child == 0:
-            os.kill(os.getpid(), signal.SIGTERM)
-            os._exit(0)
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGTERM
-
-
-def test_a_forked_child_is_interrupted_as_any_process(tmp_path):
+def test_a_forked_child_is_interrupted_and_ended_by_a_signal_as_any_process(tmp_path):
     ignored = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         with Loop(tmp_path / "run").start():
-            child = os.fork()
-            if child == 0:
-                try:
-                    os.kill(os.getpid(), signal.SIGINT)
-                    os._exit(0)
-                except KeyboardInterrupt:
-                    os._exit(7)
-            assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+            for number, status in ((signal.SIGINT, 7), (signal.SIGTERM, -signal.SIGTERM)):
+                child = os.fork()
+                if child == 0:
+                    try:
+                        os.kill(os.getpid(), number)
+                        os._exit(0)
+                    except KeyboardInterrupt:
+                        os._exit(7)
+                assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == status
     finally:
         signal.signal(signal.SIGINT, ignored)
 
@@ -919,12 +905,15 @@ def test_another_gpu_is_refused_or_accepted_and_written_down(tmp_path, monkeypat
     assert about["world"]["device"] == "cuda (Card B)"
 
 
-def test_what_has_changed_and_needs_no_leave_is_in_every_later_manifest(saved, monkeypatch):
-    """Without a record it would be written nowhere."""
+def test_what_has_changed_and_needs_no_leave_is_in_the_record_and_in_every_later_manifest(saved, tmp_path, monkeypatch):
     then = manifest_of(saved / "step-4").about
     assert then["noted"] == {}
+    assert {"python", "os", "torch", "numpy"} <= then["world"].keys()
     monkeypatch.setattr("platform.python_version", lambda: "3.99.1")
-    Loop(saved).train(5)
+    with trimtab.RecordWriter(tmp_path / "r.jsonl", Header("it"), continues=True) as record:
+        Loop(saved).train(5, record=record)
+    (event,) = (each for each in read_record(tmp_path / "r.jsonl").events if each.name == "resumed")
+    assert event.detail["changed"] == {"python": f"{then['world']['python']} -> 3.99.1"}
     monkeypatch.setattr("numpy.__version__", "9.9.9")
     Loop(saved).train(6)
     for step, names in ((5, {"python"}), (6, {"python", "numpy"})):
@@ -934,8 +923,11 @@ def test_what_has_changed_and_needs_no_leave_is_in_every_later_manifest(saved, m
         assert about["accepted"] == {}
 
 
-def test_what_was_saved_before_anything_was_noted_is_gone_on_with(saved):
-    forge(saved / "step-4", lambda said: said["about"].pop("noted"))
+def test_what_was_saved_before_changes_and_the_optimizer_s_class_were_noted_is_gone_on_with(saved):
+    def change(said):
+        del said["about"]["noted"], said["about"]["world"]["optimizer"]
+
+    forge(saved / "step-4", change)
     with Loop(saved).start() as run:
         assert run.num_windows == 4
 
@@ -953,13 +945,3 @@ def test_a_folder_that_cannot_be_made_is_named(tmp_path):
     assert refused.value.got == str(tmp_path / "file")
     assert "Not a directory" in refused.value.problem
     assert [each.name for each in tmp_path.iterdir()] == ["file"]
-
-
-def test_versions_are_said_and_refused_for_nothing(saved, monkeypatch, tmp_path):
-    world = manifest_of(saved / "step-4").about["world"]
-    assert {"python", "os", "torch", "numpy"} <= world.keys()
-    monkeypatch.setattr("platform.python_version", lambda: "3.99.1")
-    with trimtab.RecordWriter(tmp_path / "r.jsonl", Header("it"), continues=True) as record:
-        Loop(saved).train(5, record=record)
-    (event,) = (each for each in read_record(tmp_path / "r.jsonl").events if each.name == "resumed")
-    assert event.detail["changed"] == {"python": f"{world['python']} -> 3.99.1"}

@@ -40,33 +40,6 @@ def test_no_rank_writes_where_it_was_not_told_to(second, tmp_path, monkeypatch, 
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_failure_of_another_rank_is_everyones(second, monkeypatch):
-    ranks, _ = second
-    monkeypatch.setattr(
-        "trimtab.checkpoint.rank_checkpoints.words_at_work", lambda make, topic: ["OSError: no room", make()]
-    )
-    with raises(FormatError, code="ranks.ended", field="rank 0"):
-        ranks.together(lambda: 1, "a part")
-
-
-def test_a_failure_of_its_own_is_raised_as_it_is(second, monkeypatch):
-    ranks, _ = second
-    monkeypatch.setattr(
-        "trimtab.checkpoint.rank_checkpoints.words_at_work", lambda make, topic: ["OSError: no room", make()]
-    )
-
-    def fails():
-        raise KeyError("weights")
-
-    with pytest.raises(KeyError, match="weights"):
-        ranks.together(fails, "a part")
-
-
-def test_what_is_asked_of_has_a_name_of_its_own(second):
-    ranks, _ = second
-    assert len({ranks._topic("step-1/where"), ranks._topic("step-1/where"), ranks._topic("step-2/where")}) == 3
-
-
 def test_ranks_that_are_added_have_random_numbers_of_their_own_and_the_same_each_time(second, tmp_path):
     """By every global generator; those that are a rank's own already are left to it."""
     ranks, _ = second
@@ -128,14 +101,6 @@ def test_a_rank_reads_its_own_record_and_what_it_keeps_too(second, tmp_path, ran
     ranks.rank = rank
     found = ranks.read(tmp_path, 2)
     assert (found["record"], found["also"]["of"]) == (record, also)
-
-
-def test_a_rank_writes_what_is_its_own(second):
-    ranks, _ = second
-    state = {"model": 0, "optimizer": 0, "run": 0, "data": 1, "record": None, "also": {}}
-    assert ranks.own(state, lambda: {"mean": 2}) == {"data": 1, "record": None, "also": {}, "buffers": {"mean": 2}}
-    ranks.rank = 0
-    assert ranks.own(state, dict) == state
 
 
 @pytest.mark.parametrize(("world", "is_refused"), [(4, True), (2, False)])
