@@ -107,11 +107,7 @@ def write(
 
 
 def commit_name(folder: Path) -> None:
-    """Sync the parent directory, so that the new folder's name survives a power failure, and update `latest`.
-
-    Raises:
-        SaveError: The sync failed. The folder exists and is complete.
-    """
+    """Sync the parent directory, so that the name survives a power failure; `SaveError` if only that failed."""
     try:
         sync(folder.parent)
     except OSError as error:
@@ -151,12 +147,7 @@ def _temporary(final: Path) -> Iterator[Path]:
 
 
 def write_manifest(folder: Path, about: Mapping[str, Any]) -> Manifest:
-    """Sync all files of a folder, then write and sync the manifest.
-
-    Raises:
-        FormatError: The folder contains a subfolder, a link or a manifest.
-        OSError: Writing failed.
-    """
+    """Sync all files of a folder, then write and sync the manifest; `FormatError` for a subfolder, link or manifest."""
     files = {}
     with ThreadPoolExecutor(THREADS) as pool, ThreadPoolExecutor(1) as disk:
         for entry in sorted(os.scandir(folder), key=lambda entry: entry.name):

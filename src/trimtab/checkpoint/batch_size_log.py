@@ -61,12 +61,7 @@ class BatchSizeLog:
         self._newest = -1
 
     def follow(self, other: Path) -> None:
-        """Use the decisions of a different run.
-
-        Raises:
-            ValueGivenError: The run has no decisions, or used another plan.
-            FormatError: The run's log is damaged.
-        """
+        """Use the decisions of another run; `ValueGivenError` if it has none of this plan, `FormatError` if damaged."""
         self._read = _read(other)
         self._decided = self._read.decided
         self._require_whole(0)
@@ -124,11 +119,7 @@ class BatchSizeLog:
         return self._decided.get(index)
 
     def add(self, index: int, window: WindowDecision) -> None:
-        """Append the decision of a window unless it is in the log. The line is flushed to the operating system.
-
-        Raises:
-            SaveError: The disk is full. The line is written again together with the next one.
-        """
+        """Append a window's decision unless it is in the log; after a `SaveError` it is written with the next one."""
         if index <= self._newest:
             return
         self._newest = index

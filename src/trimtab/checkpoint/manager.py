@@ -349,11 +349,7 @@ class CheckpointManager:
         return self._signals.came is not None
 
     def save(self) -> None:
-        """Save the current state, unless a checkpoint of this step exists.
-
-        Raises:
-            OSError, TrimtabError: The save failed and `on_failure` is "stop".
-        """
+        """Save the state, unless a checkpoint of this step exists; raises a failure if `on_failure` is "stop"."""
         assert self._run is not None
         windows = self._run.num_windows
         if self._pace.is_saved(windows) or self._committed == windows:
@@ -477,11 +473,7 @@ class CheckpointManager:
 def kept(
     settings: Checkpoints, model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan, options: Mapping[str, Any]
 ) -> Run:
-    """Return a run with checkpoints, resumed from the newest checkpoint if `settings` allows.
-
-    Raises:
-        UsageError: The arguments or the checkpoint do not fit. Nothing was changed.
-    """
+    """Return a run with checkpoints, resumed if `settings` allows; `UsageError` if they do not fit, with no change."""
     exchange = options["backend"].exchange
     require_kept(model, optimizer, plan, exchange, background=settings.background)
     require_saved(model, optimizer, settings.also.values())

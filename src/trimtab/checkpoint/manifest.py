@@ -189,11 +189,7 @@ class Manifest:
         return world.get("ranks", "1") if isinstance(world, Mapping) else None
 
     def encoded(self) -> bytes:
-        """Return the manifest's text with its checksum.
-
-        Raises:
-            ValueGivenError: `about` is not JSON-serializable.
-        """
+        """Return the manifest's text with its checksum; `ValueGivenError` if `about` is not JSON-serializable."""
         try:
             return _encoded(to_jsonable(self))
         except (TypeError, ValueError, RecursionError) as error:
@@ -239,11 +235,7 @@ def is_plain(name: str) -> bool:
 
 
 def open_file(path: Path) -> tuple[int, int]:
-    """Open a regular file for reading and return its descriptor and size.
-
-    Raises:
-        OSError: Opening failed, or the path is a link, a pipe or another special file.
-    """
+    """Return descriptor and size of a regular file, opened for reading; `OSError` for links, pipes and others."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     found = os.fstat(descriptor)
     if not stat.S_ISREG(found.st_mode):
@@ -346,11 +338,7 @@ class SavedCheckpoint:
 
 
 def said_of(folder: Path, manifest: Manifest) -> RunMetadata:
-    """Return a folder's metadata.
-
-    Raises:
-        DamagedError: The metadata is not that of a run.
-    """
+    """Return a folder's metadata; `DamagedError` if it is not that of a run."""
     try:
         return from_jsonable(RunMetadata, dict(manifest.about))
     except (FormatError, ValueGivenError) as error:

@@ -53,11 +53,7 @@ def require_writable(tensors: Mapping[str, Tensor]) -> None:
 
 
 def write(folder: Path, tensors: dict[str, Tensor]) -> None:
-    """Write this rank's shards. All ranks call this with the same folder.
-
-    Raises:
-        SaveError: Writing failed on this rank, or torch reports a failure of another rank.
-    """
+    """Write this rank's shards, with all ranks into one folder; `SaveError` if writing failed on any rank."""
     from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.state_dict_saver import save
 
@@ -74,11 +70,7 @@ def write(folder: Path, tensors: dict[str, Tensor]) -> None:
 
 
 def stored_tensors(folder: Path) -> Mapping[str, Any]:
-    """Return torch's metadata for each stored tensor, by name.
-
-    Raises:
-        FormatError: A file is not a valid sharded file.
-    """
+    """Return torch's metadata of the stored tensors, by name; `FormatError` if a file is not a valid sharded file."""
     try:
         found: Mapping[str, Any] = _reader_type()(str(folder)).read_metadata().state_dict_metadata
     except Exception as error:
@@ -87,11 +79,7 @@ def stored_tensors(folder: Path) -> Mapping[str, Any]:
 
 
 def read_shards(folder: Path, tensors: dict[str, Tensor]) -> None:
-    """Read this rank's part of each tensor in place, without communication.
-
-    Raises:
-        FormatError: Reading failed.
-    """
+    """Read this rank's part of each tensor in place, without communication; `FormatError` if reading failed."""
     from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.state_dict_loader import load
 
@@ -245,11 +233,7 @@ class ShardedState(Stateful):
         return {"groups": groups, "members": members, "others": others}
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return the parameters and optimizer state tensors to write, by name; unsharded tensors are made contiguous.
-
-        Raises:
-            FormatError: A dtype is not supported by sharded files.
-        """
+        """Return contiguous parameters and optimizer state to write, by name; `FormatError` for unknown dtypes."""
         self._settle()
         found = self._parameters()
         for _, name, parameter in self._stepped(self._optimizer):
@@ -337,11 +321,7 @@ def _groups_differ(got: str, problem: str) -> OptimizerError:
 
 
 def merge_shards(parts: Iterator[Mapping[str, Any]]) -> dict[str, Any]:
-    """Merge the shard state of all ranks.
-
-    Raises:
-        FormatError: Two ranks disagree about a parameter.
-    """
+    """Merge the shard state of all ranks; `FormatError` if two ranks disagree about a parameter."""
     first = {key: dict(value) if key in MERGED else value for key, value in next(parts).items()}
     for part in parts:
         for name, said in part["members"].items():

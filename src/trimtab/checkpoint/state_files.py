@@ -142,11 +142,7 @@ def malformed_error(path: str, got: str, expected: str) -> FormatError:
 
 
 def unpack(packed: Packed, leaves: Mapping[str, Read], path: str = "state") -> Any:
-    """Return the value of a packed state.
-
-    Raises:
-        FormatError: `packed` is not a packed state.
-    """
+    """Return the value of a packed state; `FormatError` if `packed` is not one."""
     if packed is None or isinstance(packed, bool | str | int | float):
         return packed
     if not isinstance(packed, dict) or len(packed) != 1:
@@ -222,11 +218,7 @@ class Packer:
         self._met: list[Tensor] = []  # references that keep addresses from being reused by other tensors
 
     def leaf(self, value: Any, path: str) -> dict[str, Packed] | None:
-        """Return a tensor or array as JSON with a name from `tensors`, or None for any other value.
-
-        Raises:
-            FormatError: The tensor has no dense values, or the array's dtype is not numeric.
-        """
+        """Return a tensor or array as JSON with a name from `tensors`; else None; `FormatError` if not numeric."""
         if type(value) in _TYPES:
             return {"tensor": self._packed(value, path)}
         if isinstance(value, np.generic) or type(value) is np.ndarray:
@@ -435,11 +427,7 @@ def write_state(folder: Path, state: Mapping[str, Any], prefix: str = "") -> Non
 
 
 def digest_of(state: Any) -> str:
-    """Return a SHA-256 of a state; equal digests mean bitwise equal files.
-
-    Raises:
-        FormatError: The state contains an unsupported value.
-    """
+    """Return a SHA-256 of a state; equal digests mean bitwise equal files. `FormatError` for an unsupported value."""
     packer = Packer()
     found = hashlib.sha256(json.dumps(pack(state, packer.leaf), allow_nan=False).encode())
     for tensor in packer.tensors.values():

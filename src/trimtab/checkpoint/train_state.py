@@ -241,11 +241,7 @@ def keep_types(optimizer: torch.optim.Optimizer, saved: Mapping[int, Mapping[str
 
 
 class AdditionalState(Stateful):
-    """Additional user objects with `state_dict` and `load_state_dict`, such as a scheduler.
-
-    Raises:
-        ValueGivenError: An object lacks `state_dict` or `load_state_dict`.
-    """
+    """Objects of the user, such as a scheduler; `ValueGivenError` without `state_dict` and `load_state_dict`."""
 
     def __init__(self, things: Mapping[str, Any]) -> None:
         for name, thing in things.items():

@@ -41,12 +41,7 @@ _ODD = (OSError, ValueError, TypeError, LookupError, AttributeError, ArithmeticE
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Write named, dense CPU tensors.
-
-    Raises:
-        SaveError: Writing failed.
-        DependencyError: safetensors is not installed.
-    """
+    """Write named, dense CPU tensors; `SaveError` if writing failed, `DependencyError` without safetensors."""
     library = _library()
     try:
         library.torch.save_file(dict(tensors), path)
@@ -60,12 +55,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
-    """Return all tensors of a file as copies, independent of later changes to the file.
-
-    Raises:
-        FormatError: The file is not a valid safetensors file.
-        DependencyError: safetensors is not installed.
-    """
+    """Return copies of a file's tensors; `FormatError` for an invalid file, `DependencyError` without safetensors."""
     library = _library()
     try:
         return {name: tensor.clone() for name, tensor in library.torch.load_file(path).items()}
@@ -122,11 +112,7 @@ class VerifiedReader:
         self._head, self._tree = bytearray(), bytearray()
 
     def verify(self, folder: Path) -> Manifest:
-        """Verify a folder, cache its state and return the manifest. A damaged folder leaves the cache empty.
-
-        Raises:
-            DamagedError, TemporaryReadError, FormatError: As `atomic_directory.verify`.
-        """
+        """Verify a folder as `atomic_directory.verify`, and cache its state; nothing is cached of a damaged folder."""
         self.forget()
         try:
             manifest = atomic_directory.verify(folder, self._room)

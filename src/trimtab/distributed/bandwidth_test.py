@@ -22,11 +22,7 @@ _LONGEST_S = 0.1  # seconds of an all-reduce after which larger sizes are skippe
 
 
 def calibrate(device: torch.device) -> LinkCalibration:
-    """Return the measured link of the job's process group; a collective. Takes about ten seconds on a slow link.
-
-    Raises:
-        ValueGivenError: as `fit`, if the times do not describe a link.
-    """
+    """Return the job's link, measured in up to ten seconds; `ValueGivenError` if times describe none. A collective."""
     points = []
     for size in _SIZES:
         sent = torch.zeros(size // 4, device=device)

@@ -169,11 +169,7 @@ class DeepSpeedZero:
         self._window = contextlib.ExitStack()
 
     def spread(self, model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan) -> None:
-        """Pass model and optimizer to DeepSpeed: parameters are broadcast from rank 0; groups then hold flat shards.
-
-        Raises:
-            DependencyError: DeepSpeed is not installed.
-        """
+        """Pass model and optimizer to DeepSpeed, which broadcasts rank 0's parameters; groups then hold flat shards."""
         self.config = config_for(model, plan)
         self._stage = int(plan.zero_stage.value or 0)
         self._once = bool(plan.reduces_once.value) and self._stage > 1

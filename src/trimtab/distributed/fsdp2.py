@@ -25,11 +25,7 @@ Name = str
 
 
 def names_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[list[Name]]:
-    """Return the parameter names of an optimizer, by group.
-
-    Raises:
-        OptimizerError: a parameter does not belong to the model.
-    """
+    """Return the parameter names of an optimizer, by group; `OptimizerError` for a parameter outside of the model."""
     known = {parameter: name for name, parameter in model.named_parameters()}
     groups = [group["params"] for group in optimizer.param_groups]
     if any(parameter not in known for params in groups for parameter in params):
@@ -131,11 +127,7 @@ _REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 
 
 def send_in_bf16(model: nn.Module) -> None:
-    """Send a sharded model's gradients in bf16, with accumulation in the original dtype.
-
-    Raises:
-        DependencyError: torch's FSDP2 has no custom reduce-scatter.
-    """
+    """Send a sharded model's gradients in bf16, accumulated in their dtype; `DependencyError` if torch cannot."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             if not hasattr(module, "set_custom_reduce_scatter"):
@@ -164,11 +156,7 @@ class FullySharded(TorchBackend):
         self.exchange = RankExchange(None)
 
     def spread(self, model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan) -> None:
-        """Shard the model, and replace the optimizer's parameters by shards together with their state.
-
-        Raises:
-            OptimizerError: torch has no step of this optimizer for shards.
-        """
+        """Shard model and optimizer with its state; `OptimizerError` if torch has no step of it for shards."""
         require_step_of_shards(optimizer, fused=bool(plan.fused_optimizer.value))
         names, device = names_of(model, optimizer), next(model.parameters()).device
         broadcast_first((*model.parameters(), *model.buffers()))

@@ -164,11 +164,7 @@ class SocketMesh:
         return answer
 
     def complete(self, number: int, said: dict[int, list[float]]) -> Gathered:
-        """Return the values of all ranks for a message; waits for missing values.
-
-        Raises:
-            DistNetworkError: a rank is gone or exceeded the time limit.
-        """
+        """Return the values of all ranks for a message; `DistNetworkError` if one is gone or exceeds the time limit."""
         for peer in self._peers:
             while peer not in said:
                 self._receive(peer)

@@ -60,11 +60,7 @@ class JobPosition:
 
 
 def job_position(environment: Mapping[str, str] | None = None) -> JobPosition:
-    """Return the position of this process from launcher variables; rank 0 of 1 without a launcher.
-
-    Raises:
-        ValueGivenError: a launcher's variables are not whole numbers, or the rank is not below the world size.
-    """
+    """Return this process's position by launcher variables, else rank 0 of 1; `ValueGivenError` if they are invalid."""
     variables = os.environ if environment is None else environment
     for rank, number, local in _LAUNCHERS.values():
         if rank in variables and number in variables:

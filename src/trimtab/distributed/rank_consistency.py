@@ -98,11 +98,7 @@ def require_same_loop(
 
 
 def require_same_over_job(field: str, own: Mapping[str, Any], hint: str) -> None:
-    """Raise if values differ between the ranks of this job, before any run has started; a collective.
-
-    Raises:
-        ValueGivenError: on every rank: the differing values and their ranks.
-    """
+    """Raise `ValueGivenError` on every rank if values differ in this job, before any run has started; a collective."""
     if not has_peers():
         return
     exchange = RankExchange(None)

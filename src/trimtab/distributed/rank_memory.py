@@ -50,11 +50,7 @@ def trace_ways(
     ways: Sequence[Way] = WAYS,
     counts_scratch: bool = False,
 ) -> tuple[RankPeakMemory, ...]:
-    """Return a candidate's peaks for several ways to shard a model; empty if the batch has too few samples to split.
-
-    Raises:
-        ModelError: the step cannot be traced.
-    """
+    """Return a candidate's peaks per way to shard, none for too few samples; `ModelError` if it cannot be traced."""
     if not has_two_sizes(batch):
         return ()
     forward = functools.partial(autocast_of, candidate.precision, next(model.parameters()).device)
@@ -275,11 +271,7 @@ class ShardStorages(StorageTracker):
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[ShardStorages]:
-        """Record the storages that FSDP2 frees and reallocates, by patching two private functions of torch.
-
-        Raises:
-            DependencyError: This torch version has no such functions.
-        """
+        """Record what FSDP2 frees and reallocates, by patching torch's private functions; `DependencyError` without."""
         try:
             from torch.distributed.fsdp._fully_shard import _fsdp_param, _fsdp_param_group
         except ImportError:

@@ -48,11 +48,7 @@ class StageMeasurements:
     shape_of: Callable[[Plan], StepShape | None]
 
     def plan(self, ranks: int, calibration: LinkCalibration, rehearsed: CompletedDryRuns | None = None) -> Plan:
-        """Return the plan for several ranks.
-
-        Raises:
-            InfeasibleError: no stage meets the limits.
-        """
+        """Return the plan for several ranks; `InfeasibleError` if no stage meets the limits."""
         given = (self.profile, self.traces, ranks, calibration, self.shape_of)
         return choose_stage(*given, rehearsed=rehearsed)[0]
 
@@ -109,11 +105,7 @@ def of_replicas(profile: Profile, why: str) -> Plan:
 
 
 def with_traces(profile: Profile, loop: RankLoop, progress: Callable[[str], None]) -> Profile:
-    """Return the profile with traces of all traceable candidates that ran, for comparison with a rank's traces.
-
-    Raises:
-        ModelError: a step cannot be traced.
-    """
+    """Return the profile with traces of all traceable candidates that ran, for comparison with a rank's traces."""
     traces = list[TracedCandidate]()
     for candidate in _unlike(trial.candidate for trial in profile.trials if trial.block_s):
         progress(f"tracing: {candidate.describe()}")
@@ -125,12 +117,7 @@ def with_traces(profile: Profile, loop: RankLoop, progress: Callable[[str], None
 def traces_of_ranks(
     profile: Profile, loop: RankLoop, ranks: int, progress: Callable[[str], None], ways: Sequence[Way] = WAYS
 ) -> tuple[RankPeakMemory, ...]:
-    """Return memory traces of a rank for each candidate with a single-process trace.
-
-    Raises:
-        ModelError: a step cannot be traced.
-        DependencyError: torch has no fake process group.
-    """
+    """Return a rank's memory traces per candidate traced in one process; `ModelError` if a step cannot be traced."""
     traces = list[RankPeakMemory]()
     for candidate in _unlike(traced.candidate for traced in profile.traces):
         progress(f"tracing {ranks} ranks: {candidate.describe()}")
