@@ -89,12 +89,6 @@ ONLY = {
         "trimtab.experiments.comparison.comparison_result",
     },
     "trimtab.experiments.scaling.scaling_result": {"trimtab.core", "trimtab.planner.statistics"},
-    "trimtab.experiments.comparison.training_thirds": {
-        "trimtab.core",
-        "trimtab.planner.statistics",
-        "trimtab.experiments.comparison.comparison_result",
-        "trimtab.experiments.comparison.comparison_statistics",
-    },
     "trimtab.experiments.report": {
         "trimtab.core",
         "trimtab.experiments.phase_attribution",
@@ -112,18 +106,14 @@ STDLIB_ONLY = ("trimtab.core", "trimtab.carbon", "trimtab.planner", "trimtab.ada
 TABLES = {"trimtab.planner.recompute_solver"}  # of them, with numpy: millions of sums in the time of a plan
 READERS = (
     "ablation.ablation_effects",
-    "ablation.ablation_headline",
     "ablation.ablation_result",
     "ablation.ablation_rows",
     "comparison.arm_metrics",
     "comparison.arms",
-    "comparison.energy_rows",
-    "comparison.comparison_headline",
     "comparison.ratio_rows",
     "comparison.comparison_result",
     "comparison.comparison_statistics",
     "comparison.time_to_target",
-    "comparison.training_thirds",
     "comparison.verdicts",
     "phase_result",
     "report",
@@ -141,14 +131,12 @@ OPTIONAL = {
     "typer": {
         "trimtab.cli",
         "trimtab.cli.checkpoint_commands",
-        "trimtab.cli.carbon_options",
+        "trimtab.cli.train_commands",
         "trimtab.cli.main",
         "trimtab.cli.planning_commands",
         "trimtab.cli.options",
         "trimtab.cli.output",
         "trimtab.cli.experiment_commands",
-        "trimtab.cli.init_command",
-        "trimtab.cli.train_commands",
     },
     "rich": {
         "trimtab.cli.output",

@@ -8,8 +8,7 @@ from torch.nn import functional as F
 
 from benchmarks.paper.datasets import CIFAR10_SHAPE, cifar10
 from trimtab.tasks.image_classification import normaliser
-from trimtab.tasks.sample_draws import SampleDraws
-from trimtab.tasks.task import TaskData
+from trimtab.tasks.task import SampleDraws, TaskData
 
 BATCH_SIZE = 128
 EVALUATION_BATCH = 200

@@ -13,6 +13,7 @@ from benchmarks.paper.machines import sameness
 from benchmarks.paper.projection import projection_sentences
 from trimtab.core.step_phases import TimedGain
 from trimtab.experiments.report import formatting as say
+from trimtab.experiments.report.comparison_report import side_by_side
 from trimtab.experiments.report.document import (
     Block,
     Bullets,
@@ -23,7 +24,6 @@ from trimtab.experiments.report.document import (
     Picture,
     Section,
 )
-from trimtab.experiments.report.gain_tables import side_by_side
 
 _CLAIMED = (
     f"The paper's figures are of {MACHINE}. P1 is its recipe as section IV.B lists it, in the precision that its label "

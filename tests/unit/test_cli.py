@@ -31,7 +31,7 @@ from trimtab.distributed.deepspeed_backend import config_of
 from trimtab.distributed.zero_stage_inputs import traces_of_ranks
 from trimtab.energy import meter_selection
 from trimtab.energy.energy_meter import NoMeter
-from trimtab.experiments import gain_timing, plan_ranks, progress_bar, rank_plan_output
+from trimtab.experiments import gain_timing, progress_bar, rank_plan_output
 from trimtab.experiments.comparison.comparison_result import Comparison
 from trimtab.experiments.paired_runs import paired_run
 from trimtab.experiments.phase_result import PhaseResult
@@ -81,7 +81,7 @@ def trimtab(monkeypatch, capsys, tmp_path, traced_once):
     shutil.copy(TINY_TASK, tmp_path / "tiny.py")
     monkeypatch.chdir(tmp_path)
     brief.shorten(monkeypatch.setattr)
-    monkeypatch.setattr(plan_ranks, "traces_of_ranks", traced_once)
+    monkeypatch.setattr(rank_plan_output, "traces_of_ranks", traced_once)
     monkeypatch.setattr(paired_run, "_BLOCK_S", 0.02)
     monkeypatch.setattr(gain_timing, "_LAP_S", 0.005)
     monkeypatch.setattr(meter_selection, "rapl", lambda root: NoMeter("none that tests read"))
@@ -553,7 +553,7 @@ def test_what_is_to_be_typed_next_names_a_file_in_any_folder(trimtab):
 
 def test_what_the_next_command_lacks_is_said_where_a_task_is_begun(trimtab, monkeypatch):
     assert "pip install" not in trimtab("init", "with_it.py").out
-    monkeypatch.setattr("trimtab.cli.init_command.find_spec", lambda name: None)
+    monkeypatch.setattr(sys.modules["trimtab.cli.main"], "find_spec", lambda name: None)
     assert "pip install 'trimtab[report]'" in trimtab("init", "without_it.py").out
 
 

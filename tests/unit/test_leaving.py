@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from trimtab import cli
-from trimtab.cli.rank_exit import exit_rank
+from trimtab.cli.main import exit_rank
 from trimtab.distributed import process_group
 
 

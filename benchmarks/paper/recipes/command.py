@@ -16,8 +16,8 @@ from benchmarks.paper.recipes.paper import PaperLoop
 from benchmarks.paper.tasks import load_task
 from trimtab.experiments.baselines.loop import MakeLoop
 from trimtab.experiments.baselines.reference import ReferenceLoop
-from trimtab.experiments.baselines.strict import StrictLoop
 from trimtab.experiments.baselines.strong import StrongLoop
+from trimtab.experiments.comparison.compare import StrictLoop
 from trimtab.measure.timing import synchronize
 from trimtab.tasks.placement import device_here, place_data, prefetch
 

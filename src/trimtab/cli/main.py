@@ -4,18 +4,86 @@ from __future__ import annotations
 
 import functools
 import os
+import shlex
 import sys
 from collections.abc import Callable
-from typing import Any
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated, Any, NoReturn
 
 import typer
 
-from trimtab.cli import checkpoint_commands, experiment_commands, init_command, planning_commands, train_commands
-from trimtab.cli.output import print_error
-from trimtab.cli.rank_exit import exit_rank
+from trimtab.cli import checkpoint_commands, experiment_commands, planning_commands, train_commands
+from trimtab.cli.output import print_error, print_text
 from trimtab.cli.streams import prepare_streams
-from trimtab.core.errors import RankError, TrimtabError, UsageError
+from trimtab.core.errors import FormatError, RankError, TrimtabError, UsageError
 from trimtab.distributed.launched_rank import LaunchedRank
+
+# Immediate exit of a rank: Gloo threads may outlive the interpreter and abort a process that has finished.
+
+_UNWRITTEN = 120  # Python's own exit status if standard output could not be written
+
+
+def exit_rank(end: BaseException) -> NoReturn:
+    """End the process with the status that the interpreter would use for this exception, skipping exit handlers."""
+    code = _status(end)
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (OSError, ValueError):  # the reader is gone, or the stream is closed
+            code = code or _UNWRITTEN
+    os._exit(code)
+
+
+def _status(end: BaseException) -> int:
+    if not isinstance(end, SystemExit):
+        sys.excepthook(type(end), end, end.__traceback__)
+        return 1
+    if end.code is None or isinstance(end.code, int):
+        return end.code or 0
+    sys.stderr.write(f"{end.code}\n")
+    return 1
+
+
+# Command `init`.
+
+_NAME = "my_task.py"
+
+
+def init(
+    file: Annotated[Path, typer.Argument(help="new Python file for your task")] = Path(_NAME),
+) -> None:
+    """Write a working task file, with three parts to replace by your own code."""
+    if file.suffix != ".py" or not file.stem.isidentifier():
+        raise FormatError(
+            "file",
+            problem=f"{file.name} is not the name of a Python module.",
+            hint="Use letters, digits and underscores, and the suffix .py, as in my_task.py.",
+            code="file.name_invalid",
+        )
+    if not file.parent.is_dir():
+        raise FormatError(
+            "file",
+            problem=f"The folder {file.parent} does not exist.",
+            hint="Create it first.",
+            code="folder.missing",
+        )
+    import trimtab.tasks
+
+    called = shlex.quote(f"{file.as_posix()}:task")
+    text = Path(trimtab.tasks.__file__).with_name("starter.py").read_text(encoding="utf-8")
+    try:
+        with file.open("x", encoding="utf-8") as written:
+            written.write(text.replace(f"{_NAME}:task", called).replace('name="my_task"', f'name="{file.stem}"'))
+    except FileExistsError:
+        raise FormatError(
+            "file", problem=f"The file {file} exists already.", hint="Choose another name.", code="file.exists"
+        ) from None
+    print_text(f"Wrote {file}. Edit its parts 1 to 3, then run")
+    if find_spec("matplotlib") is None:
+        print_text("  pip install 'trimtab[report]'   # needed for the report's figures")
+    print_text(f"  trimtab compare {called} --quick")
+
 
 _TRACEBACK = "Set TRIMTAB_TRACEBACK=1 to print the traceback."
 
@@ -48,7 +116,7 @@ app = typer.Typer(
     help="Plan, apply and prove the compute settings of a PyTorch training loop.",
 )
 for command in (
-    init_command.init,
+    init,
     planning_commands.doctor,
     planning_commands.profile,
     planning_commands.plan,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,29 +11,126 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from trimtab.api import Metering, start
 from trimtab.carbon.intensity import Intensity
 from trimtab.checkpoint.config import Checkpoints
-from trimtab.core.errors import FormatError
+from trimtab.core import validation
+from trimtab.core.errors import FormatError, ValueGivenError
 from trimtab.core.plan import Plan
 from trimtab.core.progress import Progress
 from trimtab.core.record import Header
 from trimtab.core.serialization import to_jsonable
+from trimtab.core.stateful import require_keys
 from trimtab.distributed.process_group import job_position, total
 from trimtab.distributed.rank_energy import meter_of_rank
+from trimtab.distributed.sharded_loader import shard
 from trimtab.energy.energy_meter import EnergyClock
-from trimtab.experiments.loss_term_counter import CountedTerms
-from trimtab.experiments.resumable_batches import ResumableBatches
 from trimtab.experiments.task_ranks import require_same_task
 from trimtab.experiments.train_record import record_of
 from trimtab.experiments.train_summary import TrainingPart, figures_of, told_carbon
+from trimtab.losses import parts_of
 from trimtab.measure.finite_check import nonfinite_parameter
 from trimtab.measure.machine import environment
 from trimtab.measure.timing import synchronize
-from trimtab.tasks.placement import device_here, place_data
-from trimtab.tasks.task import Task
+from trimtab.tasks.placement import device_here, place_data, prefetch
+from trimtab.tasks.task import Task, TaskData
 from trimtab.training.run import Run
+
+# A task's loss with a count of its terms, for throughput.
+
+
+class CountedTerms:
+    """A task's loss with a count of its terms.
+
+    Attributes:
+        pending: remaining zero-weight micro-batches, run only to take part in collectives; their counts are ignored.
+    """
+
+    def __init__(self, task: Task) -> None:
+        self._task = task
+        self._is_mean = False
+        self._sum: Any = 0.0  # A tensor if the counts are tensors: reading a count would synchronise with the device.
+        self._last: Any = 0.0
+        self.pending = 0
+
+    def loss(self, model: torch.nn.Module, batch: Any) -> Any:
+        """Return the task's loss."""
+        self._add_last()
+        result = self._task.loss_fn(model, batch)
+        count = parts_of(result).count
+        self._is_mean, self._last = count is None, 0.0 if count is None or self.pending > 0 else count
+        self.pending -= 1
+        return result
+
+    def _add_last(self) -> None:
+        """Add the last count, delayed until the run has accepted it (otherwise the run raises)."""
+        last = self._last.detach().double() if isinstance(self._last, Tensor) else self._last
+        self._sum, self._last = self._sum + last, 0.0
+
+    def terms(self, rows: int) -> float:
+        """Return the terms of all `rows` samples over all ranks."""
+        self._add_last()
+        return rows * float(self._task.terms_per_sample) if self._is_mean else total(float(self._sum))
+
+
+# Resumable batches of a task.
+
+
+class ResumableBatches:
+    """This rank's shard of a run's batches, as a resumable loader of a single epoch.
+
+    Args:
+        data: data of the task.
+        device: device of the batches.
+        seed: seed of the data order.
+        batch_size: batch size of the whole job.
+        steps: number of batches in the epoch.
+        may_differ: True to allow different data on resuming.
+    """
+
+    def __init__(
+        self, data: TaskData, device: torch.device, *, seed: int, batch_size: int, steps: int, may_differ: bool = False
+    ) -> None:
+        self._data, self._device, self._may_differ = data, device, may_differ
+        self._seed, self._batch_size, self._steps = seed, batch_size, steps
+        self._drawn = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        """Yield the remaining batches of the epoch."""
+        whole = self._data.batches(self._seed, self._batch_size, begin=self._drawn)
+        for batch in prefetch(shard(itertools.islice(whole, max(0, self._steps - self._drawn))), self._device):
+            self._drawn += 1  # Counted when taken, because batches are also prefetched.
+            yield batch
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the number of batches taken, with the identity of the data."""
+        return {"drawn": self._drawn, **self._identity()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Resume after the batches taken.
+
+        Raises:
+            ValueGivenError: the seed, batch size or data differ.
+            FormatError: the state is malformed.
+        """
+        identity = self._identity()
+        require_keys("state.data.loader", state, ("drawn", *identity))
+        for name, here in identity.items():
+            if state[name] != here and not (name == "data" and self._may_differ):
+                raise ValueGivenError(
+                    f"resume: {name}",
+                    got=repr(here),
+                    expected=f"{state[name]!r}, as in the checkpoint",
+                    hint="Pass the value that the run started with, or start a new run in another folder.",
+                    code=f"resume.{name}_differs",
+                )
+        self._drawn = validation.integer("state.data.loader.drawn", state["drawn"], low=0)
+
+    def _identity(self) -> dict[str, Any]:
+        return {"seed": self._seed, "batch_size": self._batch_size, "data": self._data.source.sha256}
+
 
 Note = tuple[str, Mapping[str, Any]]
 

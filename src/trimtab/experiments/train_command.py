@@ -15,9 +15,8 @@ from trimtab.core.plan import Plan
 from trimtab.core.serialization import read_json
 from trimtab.core.units import format_moment
 from trimtab.distributed.process_group import job_position
-from trimtab.experiments.carbon_aware_training import CarbonRequest, schedule_of_rest, train_when_clean
+from trimtab.experiments.carbon_aware_training import CarbonRequest, Clock, schedule_of_rest, train_when_clean
 from trimtab.experiments.progress_bar import ProgressBar
-from trimtab.experiments.sleep_until import Clock
 from trimtab.experiments.task_ranks import plan_on_ranks
 from trimtab.experiments.train import Note, TrainingOptions, train_part, train_whole
 from trimtab.experiments.train_summary import TrainingPart, figures_of

@@ -13,8 +13,7 @@ from types import ModuleType
 
 from trimtab.core.errors import FormatError, TrimtabError, ValueGivenError
 from trimtab.tasks.own_data import of_datasets
-from trimtab.tasks.sample_draws import SampleDraws
-from trimtab.tasks.task import DataSource, Metric, StrongRecipe, Task, TaskData
+from trimtab.tasks.task import DataSource, Metric, SampleDraws, StrongRecipe, Task, TaskData
 
 __all__ = [
     "BUILT_IN",

@@ -18,8 +18,7 @@ from trimtab.checkpoint.config import Checkpoints
 from trimtab.core.plan import Plan
 from trimtab.experiments import train as train_module
 from trimtab.experiments import train_command
-from trimtab.experiments.carbon_aware_training import CarbonRequest
-from trimtab.experiments.sleep_until import Clock
+from trimtab.experiments.carbon_aware_training import CarbonRequest, Clock
 from trimtab.experiments.train import TrainingOptions
 from trimtab.experiments.train_command import LowCarbonOptions
 

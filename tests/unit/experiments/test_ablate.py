@@ -30,9 +30,9 @@ from trimtab.experiments.ablation.ablation_result import (
     Ablation,
 )
 from trimtab.experiments.ablation.ablation_rows import ablation_object
+from trimtab.experiments.paired_runs import paired_run
 from trimtab.experiments.paired_runs import paired_run as race_module
 from trimtab.experiments.paired_runs import results_folder as race_folder
-from trimtab.experiments.paired_runs import run_length
 from trimtab.experiments.report import terminal_report, write_report
 from trimtab.experiments.results import read_result
 from trimtab.experiments.task_plans import Plans
@@ -165,8 +165,8 @@ def test_a_folder_holds_one_ablation(folder, settings, options):
 
 
 def test_quality_may_be_left_out(tmp_path, monkeypatch):
-    monkeypatch.setattr(run_length, "_FEW_STEPS", 6)
-    monkeypatch.setattr(run_length, "_FEW_S", 0.0)
+    monkeypatch.setattr(paired_run, "_FEW_STEPS", 6)
+    monkeypatch.setattr(paired_run, "_FEW_S", 0.0)
     found = run(
         tmp_path / "out", AblateSettings(num_seeds=1, whole_seeds=0), plan=Plan.fixed(BATCH_SIZE, micro_batch=8)
     )
@@ -317,8 +317,8 @@ def test_the_report_is_written_and_read_back(finished, tmp_path):
 
 
 def test_of_three_changes_each_two_are_told_together(tmp_path, monkeypatch):
-    monkeypatch.setattr(run_length, "_FEW_STEPS", 2)
-    monkeypatch.setattr(run_length, "_FEW_S", 0.0)
+    monkeypatch.setattr(paired_run, "_FEW_STEPS", 2)
+    monkeypatch.setattr(paired_run, "_FEW_S", 0.0)
     plan = Plan.fixed(BATCH_SIZE, micro_batch=8, fused_optimizer=True, clip_norm=1.0)
     found = run(tmp_path / "out", AblateSettings(num_seeds=1, whole_seeds=0), plan=plan)
     assert {(e.change, e.other) for e in found.effects if e.other} == {

@@ -22,7 +22,6 @@ from trimtab.experiments.ablation.ablation_design import (
     AblationDesign,
 )
 from trimtab.experiments.ablation.ablation_effects import AblationMeasurements, products
-from trimtab.experiments.ablation.ablation_headline import NOTHING, headline
 from trimtab.experiments.ablation.ablation_result import (
     ALONE,
     INTERACTION,
@@ -34,7 +33,7 @@ from trimtab.experiments.ablation.ablation_result import (
     AblatedChange,
     ChangeEffect,
 )
-from trimtab.experiments.ablation.ablation_target_times import times
+from trimtab.experiments.ablation.ablation_summary import NOTHING, headline, times
 from trimtab.experiments.comparison.ratio_rows import quality_row
 
 NAMES = ("micro_batch", "precision", "recompute")

@@ -17,12 +17,11 @@ from trimtab.core.errors import ValueGivenError
 from trimtab.core.objective import Reference
 from trimtab.core.plan import Plan
 from trimtab.experiments.baselines.strong import StrongLoop
-from trimtab.experiments.comparison.arm_selection import ArmSelection
-from trimtab.experiments.comparison.compare import CompareOptions, compare
+from trimtab.experiments.comparison.compare import ArmSelection, CompareOptions, compare
 from trimtab.experiments.comparison.compare_command import CompareRequest
+from trimtab.experiments.output_folder import code_of
 from trimtab.experiments.paired_runs.inspect_arm import measure_arm
-from trimtab.experiments.paired_runs.peer_arms import HAND_TUNED, peers_of, require_peers, usual_peers
-from trimtab.experiments.task_hash import code_of
+from trimtab.experiments.paired_runs.plan_loops import HAND_TUNED, peers_of, require_peers, usual_peers
 from trimtab.experiments.task_plans import Plans, example_batch
 from trimtab.state.process_state import ProcessState
 from trimtab.tasks.task import RECIPES

@@ -29,21 +29,19 @@ from trimtab.experiments import gain_timing as gain_module
 from trimtab.experiments import output_folder as claim_module
 from trimtab.experiments import task_plans as planning_module
 from trimtab.experiments.baselines.reference import ReferenceLoop
-from trimtab.experiments.comparison import arm_selection
 from trimtab.experiments.comparison import compare as compare_module
 from trimtab.experiments.comparison.arm_metrics import ArmMetrics
-from trimtab.experiments.comparison.arm_selection import ArmSelection
-from trimtab.experiments.comparison.compare import CompareOptions, compare
+from trimtab.experiments.comparison.compare import ArmSelection, CompareOptions, compare
 from trimtab.experiments.comparison.comparison_result import Comparison
 from trimtab.experiments.comparison.comparison_rows import benchmark_object
+from trimtab.experiments.output_folder import build_of, code_of
 from trimtab.experiments.paired_runs import inspect_arm
+from trimtab.experiments.paired_runs import paired_run as lengths_module
 from trimtab.experiments.paired_runs import paired_run as race_module
 from trimtab.experiments.paired_runs import results_folder as race_folder
-from trimtab.experiments.paired_runs import run_length as lengths_module
 from trimtab.experiments.paired_runs.inspect_arm import measure_arm
 from trimtab.experiments.paired_runs.plan_loops import PlanLoop
 from trimtab.experiments.report import terminal_report, write_report
-from trimtab.experiments.task_hash import build_of, code_of
 from trimtab.experiments.task_plans import PLANNING_SEED, Plans, make_plans
 from trimtab.profiling import trials
 from trimtab.tasks import TaskData, load_task
@@ -208,7 +206,7 @@ def _raise(*arguments, **options):
 @pytest.mark.parametrize("where", ["build", "step"])
 def test_a_peer_that_fails_is_named_and_the_comparison_stands(tmp_path, monkeypatch, where):
     broken = SimpleNamespace(step=_raise, close=lambda: None, model=None)
-    monkeypatch.setattr(arm_selection, "PlanLoop", _raise if where == "build" else lambda *_, **__: broken)
+    monkeypatch.setattr(compare_module, "PlanLoop", _raise if where == "build" else lambda *_, **__: broken)
     if where == "step":  # the memory pass succeeds, the race does not
         monkeypatch.setattr(race_folder, "measure_arm", lambda *_, **__: ArmMetrics(100))
     found = run(tmp_path / "out")
@@ -223,7 +221,7 @@ def test_a_peer_that_fails_is_named_and_the_comparison_stands(tmp_path, monkeypa
 
 
 def test_a_reference_that_fails_ends_the_comparison(tmp_path, monkeypatch):
-    monkeypatch.setattr(arm_selection, "ReferenceLoop", _raise)
+    monkeypatch.setattr(compare_module, "ReferenceLoop", _raise)
     with raises(LoopError, code="baseline.failed", field="baseline loop") as caught:
         run(tmp_path / "out")
     assert isinstance(caught.value.__cause__, RuntimeError)
@@ -712,7 +710,7 @@ def test_a_freed_batch_is_raced_in_windows_of_several(tmp_path, monkeypatch):
         return BatchRule("fixed", k=3 * plan.num_micro_batches, k_max=3 * plan.num_micro_batches)
 
     monkeypatch.setattr(planning_module, "default_rule", by_three)  # goodput follows measured times
-    monkeypatch.setattr(arm_selection, "PlanLoop", Watched)
+    monkeypatch.setattr(compare_module, "PlanLoop", Watched)
     found = run(tmp_path / "out", replace(PAIRS, num_pairs=1, adapt=("batch",)))
     assert [arm.name for arm in found.arms] == ["reference", "self", "equivalent_plan", "tuned_plan"]
     assert found.arm("tuned_plan").label == "trimtab, tuned plan (batch)"

@@ -19,11 +19,10 @@ from trimtab.distributed.coordinator import ALONE, BlockLength, Coordinator
 from trimtab.distributed.rank_coordinator import _FixedBlockLength
 from trimtab.experiments.baselines.reference import ReferenceLoop
 from trimtab.experiments.comparison.arm_metrics import ArmMetrics
+from trimtab.experiments.comparison.caveats import RankConditions, rank_notes
 from trimtab.experiments.comparison.compare import CompareOptions, compare
-from trimtab.experiments.comparison.comparison_headline import headline
 from trimtab.experiments.comparison.comparison_result import Comparison
-from trimtab.experiments.comparison.comparison_summary import summarise
-from trimtab.experiments.comparison.rank_caveats import RankConditions, rank_notes
+from trimtab.experiments.comparison.comparison_summary import headline, summarise
 from trimtab.experiments.comparison_context import comparison_ranks
 from trimtab.experiments.output_folder import claim_folder
 from trimtab.experiments.paired_runs.inspect_arm import _mean, measure_arm

@@ -21,7 +21,7 @@ from trimtab.energy.energy_meter import GivenWatts
 from trimtab.experiments.baselines.reference import ReferenceLoop
 from trimtab.experiments.comparison import comparison_statistics
 from trimtab.experiments.comparison.comparison_result import Arm
-from trimtab.experiments.comparison.energy_rows import (
+from trimtab.experiments.comparison.ratio_rows import (
     METER,
     energy_control,
     energy_row,
@@ -30,16 +30,15 @@ from trimtab.experiments.comparison.energy_rows import (
     meter_of,
     of_planning,
     short_blocks,
+    throughput_row,
     watts,
 )
-from trimtab.experiments.comparison.ratio_rows import throughput_row
 from trimtab.experiments.comparison.time_to_target import PlanningCharge, target_row
 from trimtab.experiments.comparison.verdicts import speed_verdict
 from trimtab.experiments.doctor import energy_finding
 from trimtab.experiments.paired_runs import paired_run as race_module
-from trimtab.experiments.paired_runs.paired_run import PairedArm, RunningArm, race
-from trimtab.experiments.paired_runs.paired_run_meter import PairedRunMeter
-from trimtab.experiments.report.energy_tables import arm_energy_table, planning_sentence
+from trimtab.experiments.paired_runs.paired_run import PairedArm, PairedRunMeter, RunningArm, race
+from trimtab.experiments.report.comparison_report import arm_energy_table, planning_sentence
 from trimtab.experiments.report.formatting import measure
 from trimtab.planner.statistics import Interval, ratio_interval
 

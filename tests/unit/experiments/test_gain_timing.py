@@ -17,8 +17,8 @@ from trimtab.core.plan import Plan
 from trimtab.core.serialization import from_json, to_json
 from trimtab.core.step_phases import TimedGain
 from trimtab.experiments import gain_timing as gain_module
+from trimtab.experiments.comparison.compare import step_memory
 from trimtab.experiments.gain_timing import gain_in, measure_gain
-from trimtab.experiments.memory_timeline import step_memory
 from trimtab.experiments.phase_attribution import attribute, bound_seconds
 from trimtab.measure import machine
 from trimtab.measure.blocks import find_blocks

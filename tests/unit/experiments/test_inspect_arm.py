@@ -17,10 +17,10 @@ from trimtab.core.plan import Plan
 from trimtab.core.serialization import from_json, to_json
 from trimtab.experiments.baselines.reference import ReferenceLoop
 from trimtab.experiments.comparison.arm_metrics import ArmMetrics
+from trimtab.experiments.paired_runs import instrumented_loop
 from trimtab.experiments.paired_runs.inspect_arm import measure_arm
 from trimtab.experiments.paired_runs.plan_loops import PlanLoop
 from trimtab.losses import Summed, mean_of
-from trimtab.measure import phase_timer
 
 CPU = torch.device("cpu")
 # Rows that the loss below does not ignore.
@@ -59,7 +59,7 @@ def test_a_step_of_the_users_own_hides_its_forward():
 
 def test_phases_are_of_a_batch_however_many_a_step_takes(monkeypatch):
     """P1 takes several batches a step: on a clock that counts its readings, their data is one batch's each."""
-    monkeypatch.setattr(phase_timer, "time", SimpleNamespace(perf_counter=itertools.count(0.0).__next__))
+    monkeypatch.setattr(instrumented_loop, "time", SimpleNamespace(perf_counter=itertools.count(0.0).__next__))
     reference, paper = facts().phases_s, facts(PaperLoop).phases_s
     assert paper["data"] == reference["data"]
     assert paper["optimizer"] < reference["optimizer"]

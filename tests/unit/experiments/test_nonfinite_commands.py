@@ -15,11 +15,11 @@ from torch import nn
 from trimtab.core.errors import NonFiniteError
 from trimtab.core.plan import Plan
 from trimtab.core.progress import silent
-from trimtab.experiments.ablation.ablation_headline import headline as ablation_headline
 from trimtab.experiments.ablation.ablation_result import AblatedChange
+from trimtab.experiments.ablation.ablation_summary import headline as ablation_headline
 from trimtab.experiments.baselines.reference import ReferenceLoop
 from trimtab.experiments.comparison import comparison_statistics
-from trimtab.experiments.comparison.comparison_headline import headline
+from trimtab.experiments.comparison.comparison_summary import headline
 from trimtab.experiments.comparison.ratio_rows import throughput_row
 from trimtab.experiments.gain_timing import measure_gain
 from trimtab.experiments.paired_runs.paired_run import PairedArm, race

@@ -13,8 +13,7 @@ from tiny_task import load_data, task
 from trimtab.core.energy_reading import Provenance
 from trimtab.energy.energy_meter import GivenWatts, MeterLost
 from trimtab.energy.meter_selection import Metering
-from trimtab.experiments.planning_energy import PlanningMeter
-from trimtab.experiments.task_plans import make_plans
+from trimtab.experiments.task_plans import PlanningMeter, make_plans
 from trimtab.profiling import trials
 
 CPU = torch.device("cpu")

@@ -40,8 +40,8 @@ from trimtab.experiments.comparison.comparison_rows import benchmark_object
 from trimtab.experiments.comparison.gain_rows import phase_object
 from trimtab.experiments.paired_runs import inspect_arm
 from trimtab.experiments.report import (
+    comparison_report,
     formatting,
-    gain_tables,
     gains_report,
     plan_tables,
     tables,
@@ -50,11 +50,10 @@ from trimtab.experiments.report import (
 )
 from trimtab.experiments.report.comparison_report import document, sections
 from trimtab.experiments.report.document import Bullets, Picture, Section
-from trimtab.experiments.report.figures import curve_band, curves, draw, ratio_figure
+from trimtab.experiments.report.figures import curve_band, curves, draw, memory_time, ratio_figure
 from trimtab.experiments.report.html import html_page
 from trimtab.experiments.report.key_figures import key_figures
 from trimtab.experiments.report.markdown import markdown_page
-from trimtab.experiments.report.planning_figures import memory_time
 
 HOSTILE = '<script>alert(1)</script> | a*b* "quoted" `code` [x](javascript:y) \x1b[31m ]]> -->'
 T_975 = {2: 4.303, 7: 2.365}
@@ -860,7 +859,7 @@ def test_the_results_page_shows_every_row_of_a_comparison_with_peers(monkeypatch
 
 
 def test_phases_and_what_is_not_attributed_add_up_in_the_table() -> None:
-    table = gain_tables.phase_gain_table(gain())
+    table = comparison_report.phase_gain_table(gain())
     assert columns(table, "Phase")[:3] == ["data", "forward", "recompute"]
     assert columns(table, "Phase")[-2:] == [
         "overhead of phase timing (not attributed)",
@@ -876,7 +875,7 @@ def test_phases_and_what_is_not_attributed_add_up_in_the_table() -> None:
 
 
 def test_what_bounds_each_arm_adds_up_to_its_step() -> None:
-    table = gain_tables.bound_table(gain())
+    table = comparison_report.bound_table(gain())
     assert columns(table, "Bound by")[:2] == ["compute-bound", "memory-bound"]
     for name in ("Reference", "Plan"):
         shares = [float(cell.split("(")[1].rstrip("%)")) for cell in columns(table, name)]
@@ -889,31 +888,31 @@ def test_of_steps_that_the_clock_makes_others_no_bound_is_told() -> None:
     plain = gain("a_cnn")
     laps = tuple(replace(lap, plain_s=lap.clocked_s / 2) for lap in plain.plan.laps)
     slow = replace(plain, plan=replace(plain.plan, laps=laps))
-    assert not gain_tables.bound_table(slow).rows
-    assert "no shares are reported" in gain_tables.bound_table(slow).empty
-    assert "no shares are reported" in gain_tables.phase_gain_table(slow).note
-    table = gain_tables.side_by_side((slow, gain("a_gpt")))
+    assert not comparison_report.bound_table(slow).rows
+    assert "no shares are reported" in comparison_report.bound_table(slow).empty
+    assert "no shares are reported" in comparison_report.phase_gain_table(slow).note
+    table = comparison_report.side_by_side((slow, gain("a_gpt")))
     bounds = [row for row in table.rows if row[0] == "memory-bound"]
     assert [row[1:3] for row in bounds] == [("not reported", "not reported")]
 
 
 def test_of_few_laps_no_interval_is_shown() -> None:
     few = gain(laps=4)
-    assert set(columns(gain_tables.phase_gain_table(few), "95% interval")) == {"none"}
-    assert "none" in gain_tables.phase_gain_table(few).note
+    assert set(columns(comparison_report.phase_gain_table(few), "95% interval")) == {"none"}
+    assert "none" in comparison_report.phase_gain_table(few).note
 
 
 def test_thirds_say_why_a_ratio_is_not_known() -> None:
-    early, _, late = gain_tables.thirds_table(thirds(), "tuned").rows
+    early, _, late = comparison_report.thirds_table(thirds(), "tuned").rows
     assert early[0] == "early"
     assert early[2].startswith("3.0")
     assert late[2] == "unknown: its metric did not get better"
     assert all(len(row) == 6 for row in (early, late))
-    assert gain_tables.thirds_table(thirds(), "equivalent").rows[0][4].startswith("3")
-    assert gain_tables.thirds_table(thirds(), "").rows == ()
-    assert "Paper recipe" in gain_tables.thirds_table(thirds(), "").title
+    assert comparison_report.thirds_table(thirds(), "equivalent").rows[0][4].startswith("3")
+    assert comparison_report.thirds_table(thirds(), "").rows == ()
+    assert "Paper recipe" in comparison_report.thirds_table(thirds(), "").title
     assert (
-        gain_tables.thirds_table(thirds(3), "equivalent").rows[0][1].count(",") == 2
+        comparison_report.thirds_table(thirds(3), "equivalent").rows[0][1].count(",") == 2
     )  # too few for an interval: raw pairs
 
 
@@ -921,7 +920,7 @@ def test_tasks_stand_side_by_side() -> None:
     from rich.console import Console
 
     both = (gain("a_cnn"), gain("a_gpt"))
-    table = gain_tables.side_by_side(both)
+    table = comparison_report.side_by_side(both)
     assert table.columns[1:4] == ("a_cnn: reference", "a_cnn: plan", "a_cnn: of the gain")
     assert all(len(row) == len(table.columns) for row in table.rows)
     assert [row[0] for row in table.rows][-1] == "speed-up"
@@ -936,7 +935,7 @@ def test_tasks_stand_side_by_side() -> None:
 
 
 def test_a_speed_up_stands_with_its_interval_where_the_plan_does() -> None:
-    *_, (name, reference, plan, of_the_gain) = gain_tables.side_by_side((gain("a_cnn"),)).rows
+    *_, (name, reference, plan, of_the_gain) = comparison_report.side_by_side((gain("a_cnn"),)).rows
     assert (name, reference, of_the_gain) == ("speed-up", "", "")
     assert re.fullmatch(r"1\.52\dx \(1\.\d+x to 1\.\d+x\)", plan)
 

@@ -13,8 +13,7 @@ from raising import raises
 from trimtab.core.errors import FormatError, ValueGivenError
 from trimtab.core.plan import Plan
 from trimtab.core.progress import silent
-from trimtab.experiments.resumable_batches import ResumableBatches
-from trimtab.experiments.train import TrainingOptions, train_whole
+from trimtab.experiments.train import ResumableBatches, TrainingOptions, train_whole
 from trimtab.tasks.task import TaskData
 
 DATA = tiny_task.load_data()

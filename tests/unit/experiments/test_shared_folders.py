@@ -9,8 +9,7 @@ from trimtab.checkpoint.run_lock import NAME, locked
 from trimtab.core.errors import InUseError
 from trimtab.core.progress import silent
 from trimtab.experiments.ablation.ablate import AblateSettings, ablate
-from trimtab.experiments.comparison.compare import compare
-from trimtab.experiments.comparison.compare_options import CompareOptions
+from trimtab.experiments.comparison.compare import CompareOptions, compare
 from trimtab.experiments.scaling.scale import ScaleSettings, scale
 
 COMMANDS = {

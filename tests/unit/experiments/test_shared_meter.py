@@ -12,7 +12,7 @@ from trimtab.core.energy_reading import PowerLimit, Provenance
 from trimtab.core.errors import ValueGivenError
 from trimtab.energy.energy_meter import GivenWatts, Meter, MeterLost
 from trimtab.energy.meter_selection import Metering, find_meter
-from trimtab.experiments.planning_energy import readers_of
+from trimtab.experiments.task_plans import readers_of
 
 
 class Counter:

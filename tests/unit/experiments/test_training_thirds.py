@@ -7,7 +7,7 @@ import math
 import pytest
 from race_records import record
 
-from trimtab.experiments.comparison.training_thirds import _NOT_SEEN, THIRDS, third_rows
+from trimtab.experiments.comparison.comparison_summary import _NOT_SEEN, THIRDS, third_rows
 
 METRIC = ("accuracy", True, "share")
 

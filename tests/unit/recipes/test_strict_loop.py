@@ -10,7 +10,7 @@ from recipe_tasks import CPU, batches, cross_entropy, make_task, weights
 from trimtab.core.errors import ValueGivenError
 from trimtab.core.objective import Reference
 from trimtab.experiments.baselines.reference import ReferenceLoop
-from trimtab.experiments.baselines.strict import StrictLoop
+from trimtab.experiments.comparison.compare import StrictLoop
 from trimtab.state.process_state import ProcessState, fp32_places
 
 

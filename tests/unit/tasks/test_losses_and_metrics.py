@@ -30,8 +30,7 @@ from trimtab.tasks.language_modelling import (
 )
 from trimtab.tasks.models.gpt import GPT, GPTShape
 from trimtab.tasks.models.resnet import ResNet
-from trimtab.tasks.sample_draws import SampleDraws
-from trimtab.tasks.task import DataSource, TaskData
+from trimtab.tasks.task import DataSource, SampleDraws, TaskData
 
 SOURCE = DataSource("made", "here", "0")
 

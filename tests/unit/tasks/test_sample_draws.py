@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.paper.cifar10 import augment
-from trimtab.tasks.sample_draws import SampleDraws
-from trimtab.tasks.task import DataSource, TaskData
+from trimtab.tasks.task import DataSource, SampleDraws, TaskData
 
 MASK = (1 << 64) - 1
 GOLDEN = 0x9E3779B97F4A7C15

@@ -28,10 +28,9 @@ from trimtab.experiments.baselines.loop import MakeLoop
 from trimtab.experiments.baselines.reference import ReferenceLoop
 from trimtab.experiments.output_folder import claim_folder
 from trimtab.experiments.paired_runs.custom_step_check import check_step
-from trimtab.experiments.paired_runs.paired_run import PairedArm
+from trimtab.experiments.paired_runs.paired_run import PairedArm, seeds_in_time, short_arm_lengths
 from trimtab.experiments.paired_runs.plan_loops import PlanLoop
 from trimtab.experiments.paired_runs.results_folder import ResultsFolder, read_back, reference_s
-from trimtab.experiments.paired_runs.run_length import seeds_in_time, short_arm_lengths
 from trimtab.experiments.task_plans import Plans, make_plans, require_fits
 from trimtab.tasks.placement import device_here, placement_of
 from trimtab.tasks.task import Task

@@ -63,7 +63,7 @@ ARMS: Mapping[str, ArmKind] = {
         has_quality=True,
         has_thirds=True,
     ),
-    "strict": ArmKind("P0 in strict fp32 (no TF32)", "experiments/baselines/strict.py", times=()),
+    "strict": ArmKind("P0 in strict fp32 (no TF32)", "experiments/comparison/compare.py", times=()),
     "strong": ArmKind("P2 hand-tuned recipe", "experiments/baselines/strong.py", times=()),
     "muon": ArmKind("P3 hand-tuned recipe with Muon", "experiments/baselines/strong.py", times=()),
     "strong_plan": ArmKind("trimtab's plan for P2", _PLANS, "equivalent", plan="strong", made_for="strong"),

@@ -15,8 +15,7 @@ from trimtab.core.progress import silent
 from trimtab.core.serialization import read_json
 from trimtab.distributed.launch import launch
 from trimtab.distributed.process_group import job_position, process_group
-from trimtab.experiments.comparison.compare import compare
-from trimtab.experiments.comparison.compare_options import USUAL_ADAPT, CompareOptions
+from trimtab.experiments.comparison.compare import USUAL_ADAPT, CompareOptions, compare
 from trimtab.experiments.comparison.comparison_result import Comparison
 from trimtab.experiments.comparison_context import comparison_ranks
 from trimtab.experiments.output_folder import folder_of

@@ -3,40 +3,299 @@
 from __future__ import annotations
 
 import datetime
+import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from trimtab.core.energy_reading import MeterFacts
 from trimtab.core.plan import Plan
+from trimtab.core.record import RunRecord
 from trimtab.experiments.comparison import comparison_statistics
 from trimtab.experiments.comparison.arm_metrics import ArmMetrics, utilisation
 from trimtab.experiments.comparison.arms import ARMS, PLAN_ARMS, PLAN_LOOPS, ArmKind, with_baselines
-from trimtab.experiments.comparison.caveats import notes
-from trimtab.experiments.comparison.comparison_headline import headline
+from trimtab.experiments.comparison.caveats import ONE_RANK, RankConditions, notes, rank_notes
 from trimtab.experiments.comparison.comparison_result import (
+    NO_VERDICT,
     Arm,
     ArmCurve,
     Comparison,
+    Ratio,
     RatioRow,
     TargetRow,
     ThirdRow,
+    Verdict,
+    limit_in_words,
+    limits_of,
 )
-from trimtab.experiments.comparison.energy_rows import (
+from trimtab.experiments.comparison.comparison_statistics import ALIKE, Races, as_ratio, blocks, curve, to_the_end
+from trimtab.experiments.comparison.ratio_rows import (
+    do_no_harm_row,
     energy_control,
     energy_row,
+    memory_row,
     meter_of,
     of_planning,
+    quality_row,
     short_blocks,
+    throughput_row,
     watts,
 )
-from trimtab.experiments.comparison.rank_caveats import ONE_RANK, RankConditions, rank_notes
-from trimtab.experiments.comparison.ratio_rows import do_no_harm_row, memory_row, quality_row, throughput_row
 from trimtab.experiments.comparison.time_to_target import PlanningCharge, target_row
-from trimtab.experiments.comparison.training_thirds import third_rows
+from trimtab.experiments.comparison.verdicts import ratio_in_words
 from trimtab.experiments.task_plans import Plans
-from trimtab.planner.statistics import Interval, ratio_interval
+from trimtab.planner.statistics import Interval, mean_interval, ratio_interval, share_interval
 from trimtab.planner.tuned_plan import tried_settings
 from trimtab.tasks.task import Task, TaskData
+
+# Headline of a report: the equivalent plan by throughput, the tuned plan by targets and final metric.
+
+
+def headline(
+    ratios: Sequence[RatioRow], targets: Sequence[TargetRow], plan: Plan, failed: Mapping[str, str], ranks: str = ""
+) -> Verdict:
+    """Return the headline verdict.
+
+    Args:
+        ratios: ratio rows of the comparison.
+        targets: target rows of the comparison.
+        plan: the equivalent plan.
+        failed: description of the failure, by failed arm. A failed plan brings no gain, because the remaining runs are
+            selected by their outcome.
+        ranks: note about several ranks, or "".
+    """
+    found = _find(ratios, "equivalent_plan", "throughput")
+    same = _failure("The equivalent plan", failed.get("equivalent_plan"))
+    same = same or (None if found else _failure("The reference", failed.get("reference"))) or _same_maths(found, plan)
+    freed = _failure("The tuned plan", failed.get("tuned_plan")) or _freed(
+        targets, _find(ratios, "tuned_plan", "final_metric_difference")
+    )
+    leads = freed if same.kind != "harm" and freed.kind == "gain" else same
+    sentences = [found.sentence for found in (same, freed) if found.sentence]
+    said = " ".join(sentences) or "Nothing was measured."
+    return Verdict(leads.kind, f"{said} {ranks}" if ranks else said, leads.code)
+
+
+def _failure(what: str, where: str | None) -> Verdict | None:
+    return Verdict(NO_VERDICT, f"{what} failed {where}: no verdict.", "arm.failed") if where else None
+
+
+def _find(ratios: Sequence[RatioRow], arm: str, metric: str) -> RatioRow | None:
+    return next((r for r in ratios if (r.arm, r.metric, r.against) == (arm, metric, "reference")), None)
+
+
+def _same_maths(row: RatioRow | None, plan: Plan) -> Verdict:
+    if row is None:
+        return Verdict(NO_VERDICT, "", "speed.not_measured")
+    found = ratio_in_words(row.ratio)
+    advice = "the plan recommends no change" if not plan.changes else "the difference is not significant"
+    sentences = {
+        "gain": f"The equivalent plan has {found} the throughput of the reference.",
+        "harm": f"The equivalent plan is slower: {found} the throughput of the reference.",
+        NO_VERDICT: f"No verdict on throughput: {row.verdict.sentence}.",
+    }
+    otherwise = f"No gain from the equivalent plan ({found}): {advice}."
+    return Verdict(row.verdict.kind, sentences.get(row.verdict.kind, otherwise), row.verdict.code)
+
+
+def _freed(targets: Sequence[TargetRow], quality: RatioRow | None) -> Verdict:
+    """Return the verdict of the tuned plan, search included, at the hardest decided target.
+
+    A missed harder target or an inferior final metric leaves no gain.
+    """
+    rungs = [row for row in targets if row.arm == "tuned_plan" and row.charged and row.against == "reference"]
+    decided = [i for i, row in enumerate(rungs) if row.verdict.kind != NO_VERDICT and row.reached_arm == row.n]
+    hardest = decided[-1] if decided else -1
+    against = _missed(rungs[hardest + 1 :]) + _quality(quality, decided=bool(decided))
+    if not decided:
+        open_rungs = ["no target could be decided"] if rungs and not against else against
+        sentence = f"For the tuned plan, {' and '.join(open_rungs)}." if open_rungs else ""
+        return Verdict(NO_VERDICT, sentence, "target.undecided")
+    row = rungs[hardest]
+    but = f", but {' and '.join(against)}" if against else ""
+    sentence = f"The tuned plan reaches target {row.target:g} {_speed(row)}{but}."
+    if against:
+        return Verdict(NO_VERDICT, sentence, "tuned.contradicted")
+    return Verdict(row.verdict.kind, sentence, row.verdict.code)
+
+
+def _speed(row: TargetRow) -> str:
+    if row.ratio is None:
+        return f"with a speed-up of {limit_in_words(*limits_of(row))}, search included"
+    return f"with a speed-up of {row.ratio.mean:.2f}x, search included{_interval(row.ratio)}"
+
+
+def _interval(ratio: Ratio) -> str:
+    if ratio.low is None or ratio.high is None:
+        return ""
+    return f" (95% {ratio.low:.2f} to {ratio.high:.2f}, n={ratio.n})"
+
+
+def _missed(rungs: Sequence[TargetRow]) -> list[str]:
+    """Return a phrase for every target missed by the arm in a pair in which the reference reached it."""
+    return [
+        f"target {row.target:g} was reached in {row.reached_arm} of {row.n} pairs (reference: {row.reached_against} "
+        f"of {row.n})"
+        for row in rungs
+        if any(
+            math.isinf(ours) and math.isfinite(theirs) for ours, theirs in zip(row.arm_s, row.against_s, strict=True)
+        )
+    ]
+
+
+def _quality(row: RatioRow | None, *, decided: bool) -> list[str]:
+    """Return objections from the final metric: harm, or a missing verdict if a target was decided."""
+    if row is None:
+        return ["its final quality was not measured"] if decided else []
+    if row.verdict.kind not in (("harm", NO_VERDICT) if decided else ("harm",)):
+        return []
+    what = "its final quality is lower" if row.verdict.kind == "harm" else "there is no verdict on its final quality"
+    return [f"{what}: {row.verdict.sentence}"]
+
+
+# Gain in the early, middle and late third of training, by the samples of every run, from records.
+
+THIRDS = ("early", "middle", "late")
+_EDGES = (0.0, 1 / 3, 2 / 3, 1.0)
+_NO_PROGRESS = "the metric did not improve in this third in every pair"
+_NOT_SEEN = "the metric was first evaluated after this third"
+
+
+@dataclass(frozen=True)
+class _TrainingCurve:
+    """A run over its fraction of samples: piecewise linear curves of seconds and of the metric (higher is better)."""
+
+    rows: int
+    seconds: tuple[tuple[float, float], ...]
+    goodness: tuple[tuple[float, float], ...]
+
+    def taken_s(self, begin: float, end: float) -> float:
+        """Return the seconds between two fractions of the run."""
+        return _at(self.seconds, end) - _at(self.seconds, begin)
+
+    def of_a_sample_s(self, begin: float, end: float) -> float:
+        """Return the seconds per sample between two fractions of the run."""
+        return self.taken_s(begin, end) / (end - begin) / self.rows
+
+    def progress(self, begin: float, end: float) -> float:
+        """Return the improvement of the metric between two fractions of the run."""
+        return _at(self.goodness, end) - _at(self.goodness, begin)
+
+
+def third_rows(
+    races: Races, arm: str, against: str, plan_kind: str, metric: str, higher_is_better: bool, unit: str
+) -> list[ThirdRow]:
+    """Return a row for every third of training, from pairs in which both arms ran to the end of their budget.
+
+    A run's first block, with cold caches, is excluded; progress excludes the time before the first evaluation.
+    Progress
+    is a difference of fractions or percentages, or of logarithms for a relative metric such as perplexity.
+
+    Args:
+        races: records by seed and arm.
+        arm, against: names of the arms.
+        plan_kind: "equivalent", "tuned" or "".
+        metric: name of the metric.
+        higher_is_better: direction of the metric.
+        unit: unit of the metric, as in `Metric`.
+    """
+
+    def course(record: RunRecord) -> _TrainingCurve:
+        return _course(record, metric, _goodness(higher_is_better, unit))
+
+    pairs = [pair for pair in to_the_end(races, arm, against) if all(map(_is_whole, pair))]
+    courses = [(course(ours), course(theirs)) for ours, theirs in pairs]
+    if not courses:
+        return []
+    warm = max((course.seconds[1][0] for pair in courses for course in pair if len(course.seconds) > 2), default=0.0)
+    saved = _saved(courses, warm)
+    found = [_row(courses, third, warm, arm, against, plan_kind) for third in THIRDS]
+    return [replace(row, saved=share) for row, share in zip(found, saved, strict=True)]
+
+
+def _saved(courses: Sequence[tuple[_TrainingCurve, _TrainingCurve]], warm: float) -> list[Ratio | None]:
+    """Return every third's fraction of the saved seconds; a first block that was excluded is extrapolated.
+
+    Returns None for every third if the saving is not significant or the arms train on different numbers of samples.
+    Seconds are per sample, because steps of several batches can exceed the budget slightly.
+    """
+    begins, ends = [max(begin, warm) for begin in _EDGES[:-1]], _EDGES[1:]
+    are_unlike = any(abs(ours.rows / theirs.rows - 1) > ALIKE for ours, theirs in courses)
+    if are_unlike or any(begin >= end for begin, end in zip(begins, ends, strict=True)):
+        return [None] * len(ends)
+    each = [
+        [(theirs.of_a_sample_s(begin, end) - ours.of_a_sample_s(begin, end)) / 3 for ours, theirs in courses]
+        for begin, end in zip(begins, ends, strict=True)
+    ]
+    wholes = [math.fsum(of_run) for of_run in zip(*each, strict=True)]
+    if not mean_interval(wholes).low > 0:
+        return [None] * len(ends)
+    mean_s = math.fsum(wholes) / len(wholes)
+    return [as_ratio(share_interval(third, wholes), [seconds / mean_s for seconds in third]) for third in each]
+
+
+def _row(
+    courses: Sequence[tuple[_TrainingCurve, _TrainingCurve]],
+    third: str,
+    first_block: float,
+    arm: str,
+    against: str,
+    plan_kind: str,
+) -> ThirdRow:
+    begin, end = _EDGES[THIRDS.index(third)], _EDGES[THIRDS.index(third) + 1]
+    warm = max(begin, first_block)
+    seen = max(begin, *(course.goodness[0][0] if course.goodness else 1.0 for pair in courses for course in pair))
+    speeds = [_third_speed(ours, warm, end) / _third_speed(theirs, warm, end) for ours, theirs in courses if warm < end]
+    if seen >= end:
+        return ThirdRow(third, arm, against, plan_kind, _ratio(speeds), None, None, _NOT_SEEN)
+    made = [(ours.progress(seen, end), theirs.progress(seen, end)) for ours, theirs in courses]
+    if not all(each > 0 for pair in made for each in pair):
+        return ThirdRow(third, arm, against, plan_kind, _ratio(speeds), None, None, _NO_PROGRESS)
+    progress = [ours / theirs for ours, theirs in made]
+    sooner = [theirs.taken_s(seen, end) / ours.taken_s(seen, end) for ours, theirs in courses]
+    both = [each * sooner_by for each, sooner_by in zip(progress, sooner, strict=True)]
+    return ThirdRow(third, arm, against, plan_kind, _ratio(speeds), _ratio(progress), _ratio(both))
+
+
+def _third_speed(course: _TrainingCurve, begin: float, end: float) -> float:
+    return course.rows * (end - begin) / course.taken_s(begin, end)
+
+
+def _ratio(pairs: Sequence[float]) -> Ratio | None:
+    return as_ratio(ratio_interval(pairs), pairs) if pairs else None
+
+
+def _is_whole(record: RunRecord) -> bool:
+    return record.end is not None and record.end.reason == "budget" and sum(b.rows for b in blocks(record)) > 0
+
+
+def _course(record: RunRecord, metric: str, goodness: Callable[[float], float]) -> _TrainingCurve:
+    found = blocks(record)
+    rows = sum(block.rows for block in found)
+    ends = itertools.accumulate(block.rows for block in found)
+    times = itertools.accumulate(block.seconds for block in found)
+    seconds = ((0.0, 0.0), *((end / rows, taken_s) for end, taken_s in zip(ends, times, strict=True)))
+    seen = tuple((at / rows, goodness(value)) for at, _, value in curve(record, metric))
+    return _TrainingCurve(rows, seconds, seen)
+
+
+def _goodness(higher_is_better: bool, unit: str) -> Callable[[float], float]:
+    sign = 1.0 if higher_is_better else -1.0
+
+    def of(value: float) -> float:
+        if unit != "relative":
+            return sign * value
+        return sign * math.log(value) if value > 0 else math.nan
+
+    return of
+
+
+def _at(points: Sequence[tuple[float, float]], x: float) -> float:
+    """Return the linear interpolation at x; beyond the last point, the last value."""
+    for (left, before), (right, after) in itertools.pairwise(points):
+        if left <= x <= right and right > left:
+            return before + (after - before) * (x - left) / (right - left)
+    return points[-1][1] if points else math.nan
 
 
 def summarise(

@@ -20,7 +20,7 @@ from trimtab.experiments.comparison.comparison_statistics import (
     is_beyond,
     time_to_target,
 )
-from trimtab.experiments.comparison.energy_rows import joules_to
+from trimtab.experiments.comparison.ratio_rows import joules_to
 from trimtab.experiments.comparison.verdicts import speed_verdict
 from trimtab.planner.statistics import Interval, ratio_interval
 

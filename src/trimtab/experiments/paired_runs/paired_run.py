@@ -22,25 +22,160 @@ import random
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 
+from trimtab.core.energy_reading import WINDOW_S, MeterFacts, Provenance
+from trimtab.core.errors import LoopError, TrimtabError
 from trimtab.core.progress import Progress, silent
 from trimtab.core.record import End, Evaluation, Event, Header, RunRecord
 from trimtab.distributed.coordinator import ALONE, Coordinator
+from trimtab.distributed.rank_energy import RankMeter, meter_of_rank
 from trimtab.distributed.sharded_loader import shard
+from trimtab.energy.energy_meter import EnergyClock
+from trimtab.energy.meter_selection import Metering
 from trimtab.experiments.baselines.loop import Loop, MakeLoop
 from trimtab.experiments.comparison.comparison_statistics import GIVEN_ROWS
-from trimtab.experiments.paired_runs.paired_run_meter import PairedRunMeter
 from trimtab.experiments.paired_runs.plan_loops import ON_ANOTHER_RANK, nonfinite_in, settling_steps
-from trimtab.experiments.paired_runs.run_failures import end_with
 from trimtab.measure.timing import synchronize
 from trimtab.planner.statistics import turns
 from trimtab.profiling.measurement_notes import describe
 from trimtab.state.process_state import ProcessState
 from trimtab.tasks.placement import prefetch
 from trimtab.tasks.task import Task, TaskData
+
+# Energy meter of a paired run: joules per block, summed over ranks.
+
+# Target length of a block, relative to the shortest window of a meter: half of all blocks end shorter than the target.
+_AIM = 1.1
+
+
+class PairedRunMeter:
+    """Joules per block; every rank reads its own meter, and readings are summed once per block."""
+
+    def __init__(self, metered: RankMeter, together: Coordinator) -> None:
+        self._metered, self._together = metered, together
+        self._clock = EnergyClock(metered.meter)
+
+    @property
+    def block_s(self) -> float:
+        """Target seconds of a block, long enough for a reading."""
+        return _AIM * WINDOW_S if self._metered.job.provenance is Provenance.MEASURED else 0.0
+
+    def begin(self) -> None:
+        """Begin a block."""
+        self._clock = EnergyClock(self._metered.meter)
+        self._clock.start()
+
+    def tick(self) -> None:
+        """Record the end of a step."""
+        self._clock.tick()
+
+    def end(self) -> float | None:
+        """Return the joules of the block, or None if unknown. Collective: all ranks must call it."""
+        return self._metered.of_all(self._clock.read(), lambda figure: math.fsum(self._together.each(figure))).joules
+
+
+def race_meter(
+    device: torch.device, metering: Metering | None, together: Coordinator
+) -> tuple[PairedRunMeter | None, MeterFacts]:
+    """Return the meter of a device, or None without one, and its description, equal on all ranks."""
+    found = meter_of_rank(device, metering, idle=True)
+    return (None if found.job.is_absent else PairedRunMeter(found, together)), found.job
+
+
+# Length of timed-only arms, and time limit of a quick comparison.
+
+# Minimum steps and reference seconds of a short arm, so that fast steps also fill more than one block.
+_FEW_STEPS, _FEW_S = 60, 6.0
+# The same on a GPU, where device time is expensive; seconds are counted by the arm's own step.
+_DEAR_STEPS, _DEAR_S = 24, 5.0
+_QUICK_STEPS, _QUICK_S = 4, 3.5
+# Minimum seconds of the control in a full run: the control sets the resolution, and needs rounds for that.
+_CONTROL_S = 60.0
+# A quick comparison ends at about this time, with fewer pairs if planning took long.
+_QUICK_END_S = 110.0
+
+
+class RunLengths(NamedTuple):
+    """Samples of a timed-only arm and of the control, which is longer in a full run."""
+
+    few: int
+    control: int
+
+
+def short_arm_lengths(task: Task, step_s: float, *, quick: bool, brief: bool, dear: bool = False) -> RunLengths:
+    """Return the samples of short arms, at most the task's budget.
+
+    Args:
+        task: the task to train.
+        step_s: seconds per step of the reference, or of the arm itself if `dear`.
+        quick: True for a quick comparison.
+        brief: True if all arms of the paired run are short.
+        dear: True if device time is expensive (a GPU).
+    """
+    usual = (_DEAR_STEPS, _DEAR_S) if dear else (_FEW_STEPS, _FEW_S)
+    steps, seconds = (_QUICK_STEPS, _QUICK_S) if quick else usual
+    few, control = (
+        min(task.budget_samples, max(steps, math.ceil(s / step_s)) * task.batch_size)
+        for s in (seconds, seconds if brief else max(seconds, _CONTROL_S))
+    )
+    return RunLengths(few, control)
+
+
+def seeds_in_time(num: int, *, quick: bool, begun: float, together: Coordinator = ALONE) -> Iterator[int]:
+    """Yield the seeds of `num` paired runs; a quick comparison stops when no further run fits, after at least one.
+
+    Args:
+        num: number of paired runs.
+        quick: True for a quick comparison.
+        begun: start of the comparison, from `time.perf_counter`.
+        together: the ranks of the job.
+    """
+    race_s = 0.0
+    for seed in range(num):
+        race_begun = time.perf_counter()
+        if quick and seed and together.each(race_begun - begun + race_s)[0] > _QUICK_END_S:
+            return
+        yield seed
+        race_s = time.perf_counter() - race_begun
+
+
+# Errors that end a comparison: a failed reference, or a failure of a single rank.
+
+
+def blame_reference(error: BaseException) -> NoReturn:
+    """Raise the error that ends a comparison after a failure of the reference.
+
+    Raises:
+        TrimtabError: the original error, if of this type.
+        LoopError: otherwise, raised from the original error.
+    """
+    if isinstance(error, TrimtabError):
+        raise error
+    raise LoopError(
+        "baseline loop",
+        problem=f"The task's baseline loop raised {describe(error).rstrip('.')}.",
+        hint="Correct the task; a comparison needs a baseline that trains.",
+        code="baseline.failed",
+    ) from error
+
+
+def end_with(error: Exception, together: Coordinator, *, is_reference: bool) -> NoReturn:
+    """Raise the cause of an arm's error: the error itself, or the failure of another rank.
+
+    Raises:
+        RankError: another rank ended.
+        LoopError: the reference failed; see `blame_reference`.
+    """
+    reason = together.ended(error)
+    if is_reference:
+        blame_reference(reason)
+    if reason is error:
+        raise error
+    raise reason from error
+
 
 _BLOCK_S = 1.0
 # The first step of a block finds caches and heap left by another arm, and must not dominate when steps are long.

@@ -15,9 +15,7 @@ from trimtab.core.record import RunRecord, read_record, read_together, write_rec
 from trimtab.distributed.coordinator import ALONE, Coordinator
 from trimtab.experiments.comparison.arm_metrics import ArmMetrics
 from trimtab.experiments.paired_runs.inspect_arm import measure_arm
-from trimtab.experiments.paired_runs.paired_run import PairedArm, race
-from trimtab.experiments.paired_runs.paired_run_meter import PairedRunMeter
-from trimtab.experiments.paired_runs.run_failures import end_with
+from trimtab.experiments.paired_runs.paired_run import PairedArm, PairedRunMeter, end_with, race
 from trimtab.experiments.task_plans import Plans
 from trimtab.measure.machine import environment
 from trimtab.profiling.measurement_notes import describe

@@ -16,11 +16,11 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from trimtab.core.recompute_schedule import read_schedule
+from trimtab.experiments.paired_runs import instrumented_loop
+from trimtab.experiments.paired_runs.instrumented_loop import StepClock
 from trimtab.losses import Summed, mean_of
-from trimtab.measure import phase_timer
 from trimtab.measure.blocks import find_blocks, find_parts
 from trimtab.measure.memory_trace import trace_work
-from trimtab.measure.phase_timer import StepClock
 from trimtab.settings.recompute import use_schedule
 from trimtab.tasks.models.gpt import GPT, GPTShape
 from trimtab.tasks.models.resnet import ResNet
@@ -154,7 +154,7 @@ class Time:
     def __init__(self, monkeypatch) -> None:
         self._kept = OutOfReach(now=0.0)
         self.now = 0.0
-        monkeypatch.setattr(phase_timer, "time", SimpleNamespace(perf_counter=lambda: self.now))
+        monkeypatch.setattr(instrumented_loop, "time", SimpleNamespace(perf_counter=lambda: self.now))
 
     @property
     def now(self) -> float:
@@ -253,7 +253,7 @@ def test_what_a_reduction_waits_for_after_the_backward_is_communication(monkeypa
     model = nn.Linear(4, 1)
 
     def reduces(_):
-        phase_timer._queue_callback(lambda: clock.waits("wait", "wait", 0.5))
+        instrumented_loop._queue_callback(lambda: clock.waits("wait", "wait", 0.5))
 
     model.weight.register_post_accumulate_grad_hook(reduces)
     for waits, expected in ((True, "communication"), (False, "rest")):
@@ -282,8 +282,9 @@ class Passed(torch.cuda.Event):
 
 
 def test_on_cuda_events_are_read_once_they_have_passed(monkeypatch):
-    monkeypatch.setattr(phase_timer, "stamp", lambda device: Passed())
-    monkeypatch.setattr(phase_timer.time, "perf_counter", lambda: pytest.fail("the host's clock is that of enqueueing"))
+    monkeypatch.setattr(instrumented_loop, "stamp", lambda device: Passed())
+    told = "the host's clock is that of enqueueing"
+    monkeypatch.setattr(instrumented_loop.time, "perf_counter", lambda: pytest.fail(told))
     loop = Loop(*cnn(), device=torch.device("cuda"))
     with loop.clock.on(loop.model):
         loop.step()
