@@ -26,7 +26,6 @@ class MeterLost(Exception):
     """The meter is unreadable, or the energy since the last reading is unknown. Later readings may succeed.
 
     Args:
-        reason: explanation for the user.
         code: stable identifier of the cause, such as "nvml.mig".
     """
 
@@ -142,9 +141,7 @@ class EnergyClock:
     makes the energy unknown but never interrupts the measured code.
 
     Args:
-        meter: Meter to read.
         window_s: Minimum length of a measured interval in seconds; a shorter interval has no energy value.
-        clock: Time source in seconds.
     """
 
     def __init__(

@@ -98,12 +98,6 @@ def find_meter(
 
     A GPU needs its own counter, to which the CPU's is added if available. A CPU needs its counter.
 
-    Args:
-        device: Device of the training.
-        metering: Settings; None for the defaults.
-        reads: Counters read by this rank; None for a single process.
-        library: Replacement for NVIDIA's module.
-
     Raises:
         ValueGivenError: The user's meter lacks a required attribute.
     """

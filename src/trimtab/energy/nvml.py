@@ -37,10 +37,7 @@ def position(ordinal: int, uuids: Sequence[str], names: Sequence[str], environme
     CUDA numbers the devices in CUDA_VISIBLE_DEVICES, NVML numbers all devices.
 
     Args:
-        ordinal: CUDA device index.
         uuids: UUIDs of all GPUs in NVML's order, by PCI bus.
-        names: Names of all GPUs in NVML's order.
-        environment: Environment variables.
 
     Raises:
         MeterLost: The device is unknown, ambiguous, or a MIG slice.
@@ -66,11 +63,7 @@ _MIG = "and the energy counter covers the whole GPU, including the work of other
 
 
 def _of_uuid(uuid: str, uuids: Sequence[str], name: str) -> int:
-    """Return the index of the GPU whose UUID starts with `uuid`. CUDA accepts such prefixes.
-
-    Args:
-        name: name of the GPU in an error.
-    """
+    """Return the index of the GPU whose UUID starts with `uuid`. CUDA accepts such prefixes."""
     wanted = uuid.lower() if uuid.lower().startswith("gpu-") else f"gpu-{uuid.lower()}"
     found = [index for index, each in enumerate(uuids) if uuid and each.lower().startswith(wanted)]
     if len(found) != 1:
@@ -83,11 +76,7 @@ class Nvml:
     """Energy meter of a GPU; includes the work of other processes.
 
     Args:
-        ordinal: CUDA device index.
         uuid: UUID from torch; "" to use CUDA_VISIBLE_DEVICES instead.
-        library: NVIDIA's module; None to import it.
-        environment: Environment variables; None for those of this process.
-        clock: Time source in seconds.
 
     Raises:
         MeterLost: The library, driver or GPU is missing, or the GPU is in MIG mode.

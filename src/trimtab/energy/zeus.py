@@ -25,7 +25,6 @@ class ZeusGpu:
 
     Args:
         index: Zeus's GPU index, relative to CUDA_VISIBLE_DEVICES or HIP_VISIBLE_DEVICES.
-        library: Module `zeus.device`; None to import it.
 
     Raises:
         ValueGivenError: Zeus is not installed, or cannot read a counter of this GPU.
@@ -52,9 +51,6 @@ class ZeusGpu:
 class ZeusApple:
     """Energy meter of an Apple chip: CPU, memory, GPU and neural engine.
 
-    Args:
-        library: Module `zeus.device`; None to import it.
-
     Raises:
         ValueGivenError: Zeus is not installed, or this is not an Apple chip.
     """
@@ -80,11 +76,7 @@ class ZeusApple:
 
 
 def _opened(meter: ZeusGpu | ZeusApple, name: str, library: Any) -> Any:
-    """Return Zeus's device after a successful test reading.
-
-    Raises:
-        ValueGivenError: Zeus or the device is missing, or unreadable.
-    """
+    """Return Zeus's device after a successful test reading."""
     try:
         library = library or importlib.import_module("zeus.device")
     except ImportError:

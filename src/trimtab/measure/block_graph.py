@@ -55,12 +55,6 @@ def find_linked_blocks(model: nn.Module, loss_fn: LossFn, batch: Any, blocks: Se
 def blocks_of(model: nn.Module, loss_fn: LossFn, batch: Any, named: tuple[str, ...] = ()) -> BlockGraph:
     """Return a model's blocks that run exactly once in a forward, with their links.
 
-    Args:
-        model: Model, real or fake.
-        loss_fn: Loss, called with model and batch.
-        batch: Batch, real or fake.
-        named: Names of the blocks; empty to find blocks automatically.
-
     Raises:
         ModelError: See `find_linked_blocks`.
         ValueGivenError: A name is not a module, lies inside another named module, or runs several times or never.

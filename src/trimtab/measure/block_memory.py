@@ -47,8 +47,6 @@ def chains_through(few: BlockMemoryTrace, many: BlockMemoryTrace, rows: tuple[in
     """Return the chain models of a first and of a later micro-batch, fitted through two micro-batch sizes.
 
     Args:
-        few: Trace with the smaller micro-batch.
-        many: Trace with the larger micro-batch.
         rows: The two micro-batch sizes in samples, smaller first.
     """
     return [BlockChainModel(*pair, rows) for pair in ((few.first, many.first), (few.later, many.later))]
@@ -69,14 +67,8 @@ def trace_stages(
     """Return the memory and operators of each block, and of the part after the last block.
 
     Args:
-        model: Model, real or fake.
-        loss_fn: Loss that returns a mean, or (sum, count).
-        batch: Batch, real or fake.
-        blocks: Blocks; each becomes a stage.
-        autocast: Context of the forward.
         counts_scratch: True to add operator workspace, by running each operator with workspace once on real CPU
             tensors.
-        prepare: Called with the copy of the model before tracing.
         drops: True to also trace a forward without saved activations. False uses the figures of the normal forward.
         twice: True to also trace a later micro-batch. False uses the figures of the first one.
 

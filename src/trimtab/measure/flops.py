@@ -19,7 +19,6 @@ from torch.utils.flop_counter import (
 
 from trimtab.measure.dispatch_mode import run_compiled_eagerly
 
-# torch's chunked linear cross-entropy, a single operator in traces.
 
 _NAME = "_linear_cross_entropy_batch_chunked"  # since torch 2.13
 

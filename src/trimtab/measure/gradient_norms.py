@@ -223,11 +223,7 @@ def _hooked(module: Any, see: Callable[[Tensor], None]) -> Callable[[], None]:
 
 
 class PartialNorms:
-    """`||S_j||^2` of the gradients accumulated after each backward, for this rank's shards or unsharded gradients.
-
-    Args:
-        parameters: Parameters, iterated again at each call.
-    """
+    """`||S_j||^2` of the gradients accumulated after each backward, for this rank's shards or unsharded gradients."""
 
     def __init__(self, parameters: Iterable[Tensor]) -> None:
         self._parameters = parameters

@@ -44,17 +44,10 @@ def trace_step(
     """Return the memory of a step with a given number of identical micro-batches.
 
     Args:
-        model: Model, real or fake.
-        optimizer: Optimizer, real or fake.
-        loss_fn: Loss that returns a mean, or (sum, count).
-        batch: Micro-batch, real or fake.
-        autocast: Context of the forward.
-        num_micro_batches: Number of micro-batches of the step.
         blocks: Names of modules with separate figures.
         granule: Allocation granularity in bytes; None for the default of the model's device.
         counts_scratch: True to add operator workspace, by running each operator that needs any once on real CPU
             tensors.
-        prepare: Called with the copy of the model before the step.
 
     Raises:
         ModelError: The step cannot be traced, for example because it reads a tensor's value. Includes torch's reason.
@@ -95,7 +88,6 @@ def trace_peaks(
     Args:
         batches: Micro-batches with the sizes in `rows`.
         rows: The two micro-batch sizes in samples, smaller first and at least 2.
-        autocasts: Contexts of the forward.
 
     Raises:
         ModelError: The step cannot be traced.

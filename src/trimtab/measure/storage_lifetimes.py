@@ -60,10 +60,6 @@ class TracedStep:
     """Trace of a step on fake tensors, by an optimizer whose state exists.
 
     Args:
-        model: Fake model.
-        optimizer: Fake optimizer.
-        storages: Active recorder of storages.
-        batch: Fake batch.
         first: Earlier trace with the same optimizer. The optimizer's work is identical and not traced again.
     """
 
@@ -107,10 +103,6 @@ class TracedStep:
         """Run the step.
 
         Args:
-            loss_fn: Loss that returns a mean, or (sum, count).
-            batch: Fake batch, used for every micro-batch.
-            autocast: Context of the forward.
-            num_micro_batches: Number of micro-batches.
             begin: Called before each micro-batch with `last`, True for the last one.
         """
         for left in reversed(range(num_micro_batches)):

@@ -55,9 +55,6 @@ class OperatorCall:
     """An operator with its arguments, in which tensors are replaced by their layout. Comparable and hashable.
 
     Args:
-        operator: torch operator.
-        leaves: Flattened arguments.
-        structure: Structure of the arguments.
         is_backward: True if the backward of this call is meant.
     """
 
@@ -105,7 +102,7 @@ def measure_calls(calls: Iterable[OperatorCall]) -> dict[OperatorCall, CallMemor
     """Return the memory of each call. Only the tensors of a single call are allocated at a time.
 
     Raises:
-        TooLarge: The tensors of a call exceed `MOST_BYTES`. No call was run.
+        WorkspaceTooLarge: The tensors of a call exceed `MOST_BYTES`. No call was run.
     """
     each = dict.fromkeys(calls)
     for call in each:

@@ -11,8 +11,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-# Overhead of measurements in seconds, on the host and on the device.
-
 
 class OverheadTimer:
     """Timer of the overhead that measuring adds to a step, on the host and in the CUDA stream.
@@ -73,8 +71,6 @@ def stamp(device: torch.device) -> torch.cuda.Event | None:
     event.record(torch.cuda.current_stream(device))
     return event
 
-
-# Times of a window: drawing data, start of each loader batch, and end of the optimizer step.
 
 _Stamp = float | torch.cuda.Event
 
@@ -174,9 +170,6 @@ def seconds_between(before: _Stamp, after: _Stamp) -> float:
         return milliseconds / 1e3
     assert isinstance(after, float)
     return after - before
-
-
-# Asynchronous copies of scalars from device to host, read a window later without a synchronization.
 
 
 class AsyncScalar:

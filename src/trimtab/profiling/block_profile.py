@@ -31,8 +31,6 @@ from trimtab.settings.recompute import use_schedule
 from trimtab.state.peak_memory import state_tensors, storage_bytes
 from trimtab.training.batch import to_device
 
-# Forward time of each block inside a training step, from CUDA events or the host clock.
-
 
 def forward_seconds(
     step: Callable[[], object], model: nn.Module, blocks: Sequence[str], device: torch.device, *, steps: int = 5
@@ -41,13 +39,6 @@ def forward_seconds(
 
     Blocks are timed inside a step, because alone they would find other cache contents. The device is not synchronized
     between blocks.
-
-    Args:
-        step: Runs each block's forward once.
-        model: Model with the blocks.
-        blocks: Names of the blocks.
-        device: Device of the model.
-        steps: Number of timed steps.
     """
     seconds: list[list[float]] = [[] for _ in blocks]
     for index in range(steps + 1):
@@ -231,10 +222,7 @@ def _measured(subject: TrainingLoop, candidate: Candidate, *, splits: bool) -> R
 def _traced(
     subject: TrainingLoop, candidate: Candidate
 ) -> tuple[list[BlockChainModel], list[BlockChainModel], list[float]]:
-    """Return the chains, the chains with blocks kept in part ([] if not possible), and the blocks' forward seconds.
-
-    Each list of chains holds the first micro-batch of a window and a later one.
-    """
+    """Return the chains, the chains with blocks kept in part ([] if not possible), and the blocks' forward seconds."""
     names = subject.blocks.names
     with subject.start(candidate) as run:
 
@@ -294,10 +282,6 @@ def trace_chain(
     model: nn.Module, loss_fn: LossFn, blocks: BlockGraph, rows: tuple[int, int], batches: Sequence[Any], **how: Any
 ) -> list[BlockChainModel]:
     """Return the chains of the first and of a later micro-batch, without seconds; `how` as of `trace_stages`.
-
-    Args:
-        rows: the two sizes, in samples, in ascending order.
-        batches: batches of these sizes.
 
     Raises:
         ModelError: the step cannot be traced.

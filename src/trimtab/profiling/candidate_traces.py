@@ -88,9 +88,6 @@ def trace_elsewhere(
     """Return the candidates' traces as for a CUDA device; () if the batch is too small to be split.
 
     Args:
-        model: the model, on the CPU or the meta device.
-        optimizer: its optimizer.
-        batch: a batch, on the CPU or the meta device.
         candidates: candidates that differ in precision only.
 
     Raises:
@@ -185,7 +182,7 @@ def at_two_sizes(batch: Any, trace: Callable[[Sizes, Batches], Told], batching: 
 
     Raises:
         ModelError: the step cannot be traced.
-        TooLarge: no size is small enough.
+        WorkspaceTooLarge: no size is small enough.
     """
     rows = batching.require(batch)
     while True:

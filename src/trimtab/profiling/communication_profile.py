@@ -19,9 +19,6 @@ def step_shape(model: nn.Module, profile: Profile, plan: Plan) -> StepShape | No
     The split between forward and backward is the measured one of the unchanged loop, or 1:2 if nothing was run. A
     block's fraction of the seconds is its fraction of the parameters used in products; embeddings are looked up, so
     they do not count.
-
-    Args:
-        model: the model, possibly on the meta device.
     """
     cost = plan.measured or plan.predicted
     phases = profile.phases_s if profile.trials else _phases_there(profile, plan)

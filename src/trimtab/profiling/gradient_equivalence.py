@@ -56,8 +56,6 @@ from trimtab.training.out_of_memory import is_out_of_memory
 from trimtab.training.sample_count import read_sample_count
 from trimtab.training.split_conditions import normalises_by_batch
 
-# Check of the loss's use of the model, before any measurement.
-
 
 def require_own_forward(subject: TrainingLoop, precision: str) -> None:
     """Compute the loss of the batch once, with gradients and in the loop's precision, and check the model's forward.
@@ -126,10 +124,7 @@ def other_values(batch: Any, samples: int, wanted: int, batching: BatchSplitting
     [0, 1]. Masks of 0 and 1, and integers (labels, token ids, lengths), are unchanged.
 
     Args:
-        batch: batch with `samples` samples.
-        samples: number of samples in `batch`.
         wanted: number of samples of the result.
-        batching: counts and splits batches.
     """
     if read_sample_count(batch).samples != samples:
         return None  # Only the user's functions know the samples.
@@ -193,9 +188,7 @@ def check_splitting(subject: TrainingLoop, precision: str = "fp32", start: LoopS
     padded. If the whole batch does not fit in memory, the check uses the largest number of leading samples that fits.
 
     Args:
-        subject: the user's loop.
         precision: precision of the loop. The loop runs once in this precision; the comparison is in fp32.
-        start: snapshot of the loop's state, if available; restored on exit.
 
     Returns:
         The verdict, with a code, a reason and the largest relative difference of a parameter's gradient.
@@ -326,9 +319,6 @@ def _state_refusal(subject: TrainingLoop, precision: str, start: LoopState) -> S
 
     Weights are perturbed slightly, so that a teacher equal to its student is seen to follow it. A value that every
     forward overwrites with the same content (such as the last attention map, kept for inspection) is accepted.
-
-    Raises:
-        LossError: as of `require_own_forward`.
     """
     model = subject.trained
     with _restoring(start):
@@ -524,11 +514,6 @@ def _near_zero(apart: Norms, allowed: Norms, everything: float) -> bool:
 
     The tolerance is relative to a parameter's own gradient. A gradient near zero has a tolerance near zero, which
     rounding alone can exceed; such a difference is still tiny relative to the gradient of all parameters.
-
-    Args:
-        apart: norm of the difference, by parameter.
-        allowed: tolerance, by parameter.
-        everything: norm of the gradient of all parameters.
     """
     return all(error <= 2 * _MOST_ROUNDING * everything for name, error in apart.items() if error > allowed[name])
 
@@ -608,14 +593,7 @@ def _pass_on_memory(error: Exception) -> None:
 def _gradient(
     subject: TrainingLoop, pieces: Sequence[tuple[Any, int]], masks: ModuleMasks, first: int = 0
 ) -> Gradients:
-    """Return the accumulated gradient of pieces of the batch.
-
-    Args:
-        subject: the user's loop.
-        pieces: batches with their numbers of samples.
-        masks: recorded masks of modules that draw their own.
-        first: index in the batch of the first piece's first sample.
-    """
+    """Return the accumulated gradient of pieces of the batch."""
     parameters = {name: p for name, p in subject.trained.named_parameters() if p.requires_grad}
     for parameter in parameters.values():
         parameter.grad = None

@@ -16,8 +16,6 @@ from trimtab.core.profile import OUT_OF_MEMORY, RAN_OUT
 from trimtab.training.loop_warnings import graph_used
 from trimtab.training.out_of_memory import is_out_of_memory
 
-# One-line descriptions of exceptions from the user's model or the device.
-
 
 def describe(error: BaseException) -> str:
     """Return an exception's class and the first line of its message, up to 200 characters."""
@@ -50,7 +48,6 @@ class Notes:
         """Record a missing measurement.
 
         Args:
-            code: stable identifier.
             what: clause that names the missing figure, such as "FLOP were not counted".
             why: the exception or a reason.
         """

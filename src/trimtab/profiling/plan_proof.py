@@ -5,7 +5,7 @@ all settings: split, recomputation, loss head, memory format, fused step, compil
 are compared, and every parameter, buffer and tensor of optimizer state after the second step, whose batch has other
 values.
 
-The comparison is made in fp32, within a tolerance of rounding (`rounding`), and then in the planned precision, within
+The comparison is made in fp32, within a tolerance of rounding (`rounding_tolerance`), and then in the planned precision, within
 a tolerance derived from the unchanged loop in that precision with weights perturbed in their last bit. Both loops use
 the same random numbers if the plan neither splits, compiles nor changes the memory format (masks are drawn in memory
 order); otherwise dropout is disabled in both.
@@ -139,7 +139,6 @@ class _Comparison:
     """Configuration of a comparison.
 
     Args:
-        candidate: the plan's settings.
         pieces: samples per forward of the unchanged loop.
         drops: True if dropout stays on.
     """
@@ -162,11 +161,8 @@ def prove(
     `start` is not given.
 
     Args:
-        subject: the user's loop.
-        candidate: the settings to prove.
         reference: the loop's own settings.
         step_s: seconds per step of the loop; a long step is proved on fewer samples.
-        start: snapshot of the loop's state, if available.
     """
     changed = tuple(name for name in SETTINGS if getattr(candidate, name) != getattr(reference, name))
     samples = _samples(subject.rows, candidate, step_s)
@@ -217,9 +213,6 @@ def with_proof(
     subject: TrainingLoop, profile: Profile, progress: Callable[[str], None], start: LoopState
 ) -> tuple[Profile, bool]:
     """Prove the candidate that a profile's plan would choose; state is restored.
-
-    Args:
-        start: snapshot of the loop's state.
 
     Returns:
         The profile with the result, and True if the search is over. After a failed proof, the settings that caused it
@@ -339,10 +332,7 @@ def _prove(
 
 
 def _drawing(subject: TrainingLoop) -> set[nn.Module]:
-    """Return the modules outside torch that apply random dropout in a forward; an empty set if the forward fails.
-
-    The forward changes the loop's state (random generators, buffers), which the caller restores.
-    """
+    """Return the modules outside torch that apply random dropout in a forward; an empty set if the forward fails."""
     with contextlib.suppress(Exception):  # The unchanged loop fails too, and that error is reported.
         return drawing_modules(subject.trained, subject.loss)
     return set()
@@ -353,9 +343,6 @@ def _comparisons(subject: TrainingLoop, candidate: Candidate, own_pieces: int) -
 
     A model compiled in another precision is not compiled for fp32 too. A plan that splits or recomputes is also
     compared with dropout on, against an unchanged loop with the same split: both must draw the same masks.
-
-    Args:
-        own_pieces: samples per forward of the user's own loop, which may accumulate gradients.
     """
     own, pieces = (min(size, subject.rows) for size in (own_pieces, candidate.micro_batch))
 
@@ -555,11 +542,7 @@ def _two_batches(subject: TrainingLoop) -> tuple[Any, Any]:
 
 
 def _plain_steps(subject: TrainingLoop, batches: Sequence[Any], precision: str, pieces: int, seen: _Seen) -> None:
-    """Train two steps in a plain loop.
-
-    Args:
-        pieces: samples per forward.
-    """
+    """Train two steps in a plain loop."""
     optimizer, device = subject.optimizer, subject.device
     # Another scale than a run's initial one: a non-linear backward would compute other gradients with it.
     scaler = torch.amp.GradScaler(device.type, init_scale=_PLAIN_SCALE, enabled=precision == "fp16")

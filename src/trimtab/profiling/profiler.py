@@ -72,8 +72,6 @@ from trimtab.training.out_of_memory import is_out_of_memory
 from trimtab.training.user_hooks import ForwardHookCollector, GradientHook, gradient_hooks, in_words, require_plannable
 from trimtab.training.window_snapshot import bytes_to_begin_anew
 
-# One plain optimizer step before the measurements: finds hooks of the forward and side effects of the backward.
-
 
 def split_check_and_hooks(
     subject: TrainingLoop, precision: str, notes: Notes, start: LoopState
@@ -81,9 +79,6 @@ def split_check_and_hooks(
     """Return the verdict on splitting the batch, and the gradient hooks of the model and its forward.
 
     Splitting is refused for a model with hooks, and, with a note, if the check itself fails.
-
-    Args:
-        start: snapshot of the loop's state, restored after the step.
 
     Raises:
         LossError: the loop's plain forward or backward fails, or its result is not a loss.
@@ -106,13 +101,7 @@ def split_check_and_hooks(
 
 
 def _hooks_of_own_step(subject: TrainingLoop, precision: str) -> tuple[GradientHook, ...]:
-    """Run a plain step on the example batch and return the gradient hooks that the forward registered.
-
-    The caller restores the state. The splitting check reports a failing forward or backward.
-
-    Raises:
-        OptimizerError: parameters change in the backward, the step fails, or `zero_grad` keeps gradients.
-    """
+    """Run a plain step on the example batch and return the gradient hooks that the forward registered."""
     watch = ForwardHookCollector()
     try:
         with contextlib.nullcontext() if is_compiled(subject.model) else watch:
@@ -170,7 +159,6 @@ def padding_saves_s(model: nn.Module, words: int, tokens: int, precision: str) -
     Timed on random features and weights, a few hundred tokens at a time, forward and backward.
 
     Args:
-        words: columns of the logits.
         tokens: rows of the logits per step.
 
     Returns:

@@ -24,7 +24,6 @@ from torch.overrides import TorchFunctionMode
 from trimtab.measure.dispatch_mode import EagerDispatchMode
 from trimtab.settings.dropout import dropout_modules
 
-# Disables dropout in modules and functional calls, while all modules stay in training mode.
 
 # Name parts of third-party layers that may draw their own masks (DropPath, DropBlock).
 _OWN_DROP_NAMES = ("drop", "stochasticdepth")
@@ -38,7 +37,6 @@ def dropout_off(model: nn.Module, drawing: Collection[nn.Module] = ()) -> Iterat
     layers and randomized ReLU are intercepted at torch's functions, so modules stay in training mode.
 
     Args:
-        model: the model.
         drawing: modules from `own_droppers` that draw random numbers. Layers with their own masks are put into
             evaluation mode, and probabilities are set to 0.
     """
@@ -284,7 +282,6 @@ def other_draws(draws: Collection[MaskDraw], variant: int) -> Iterator[None]:
     """Replace the results of some draws inside the context; all others use a fixed seed.
 
     Args:
-        draws: draws to replace.
         variant: 0 and 1 select the smallest and largest values, if known, so that a comparison with any probability
             changes. Other numbers are seeds.
     """
@@ -334,10 +331,6 @@ class ModuleMasks:
     """Masks that modules outside torch draw for a batch: recorded for the whole batch, and sliced for parts.
 
     These modules stay in training mode. The first use records, and must be on the whole batch.
-
-    Args:
-        model: model with these modules.
-        samples: number of samples in the whole batch.
     """
 
     def __init__(self, model: nn.Module, samples: int) -> None:

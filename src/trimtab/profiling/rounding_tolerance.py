@@ -28,7 +28,6 @@ class Difference:
     """The tensor with the largest difference relative to its tolerance.
 
     Args:
-        name: name of the tensor.
         ratio: norm of the difference divided by the tolerance; above 1, it exceeds rounding.
         relative: norm of the difference divided by the norm of the expected tensor.
     """
@@ -93,13 +92,7 @@ def total(sizes: Norms) -> float:
 
 
 def largest_difference(apart: Norms, allowed: Norms, sizes: Norms) -> Difference:
-    """Return the tensor with the largest ratio of difference to tolerance.
-
-    Args:
-        apart: norm of the difference, by name.
-        allowed: tolerance, by name.
-        sizes: norm of the expected tensor, by name.
-    """
+    """Return the tensor with the largest ratio of difference to tolerance."""
     found = Difference("", 0.0, 0.0)
     for name, error in apart.items():
         ratio = _ratio(error, allowed[name])
@@ -141,9 +134,6 @@ def move_last_bits(
     """Perturb all parameters as `last_bits_moved` does; the caller restores them.
 
     Args:
-        model: model with the parameters.
-        seed: as of `last_bits_moved`.
-        epsilon: as of `last_bits_moved`.
         hold: called with each parameter's data before the perturbation.
     """
     generator = torch.Generator().manual_seed(seed)

@@ -187,7 +187,6 @@ class SmokeTest:
     Args:
         incumbent: candidate to compare with.
         step_s: seconds of the incumbent's whole step; None to skip the speed test.
-        guard: crash test shared by the whole search; None for a new one.
     """
 
     def __init__(

@@ -41,8 +41,6 @@ from trimtab.training.batch import BY_CONTAINERS, BatchSplitting
 from trimtab.training.run import LossFn
 from trimtab.training.split_conditions import has_batch_statistics
 
-# Traces of a model's blocks for a CUDA target device, in bytes and operators.
-
 
 def trace_blocks(
     model: nn.Module,
@@ -58,8 +56,6 @@ def trace_blocks(
     """Return a candidate's blocks as traced for CUDA, or the reason for failing.
 
     Args:
-        model: the model, on the CPU or the meta device.
-        optimizer: its optimizer.
         batch: a batch of 3 or more samples, on the CPU or the meta device.
         named: names of the blocks, instead of those found in the module tree.
         splits: True if the batch may be split.
@@ -156,10 +152,6 @@ def profile_elsewhere(
     """Trace the loop in each precision of the device; if memory counts, also its loss head in chunks and its blocks.
 
     Args:
-        model: the model, on the CPU or the meta device.
-        optimizer: its optimizer.
-        batch: a batch, on the CPU or the meta device.
-        device: device with known peaks and bandwidth.
         rows: samples per step, if not those of the batch.
 
     Raises:

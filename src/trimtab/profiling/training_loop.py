@@ -31,7 +31,6 @@ class TrainingLoop:
     """A training loop to be measured.
 
     Args:
-        model: the user's model.
         optimizer: the model's optimizer.
         loss_fn: the loss function; wrapped by `protect_batch`, so that it cannot change the batch.
         batch: data of an optimizer step; the longest batch, if lengths vary.
@@ -42,7 +41,6 @@ class TrainingLoop:
         named_blocks: names of the modules that may be recomputed; (): the blocks found in the module tree.
         example: batch of usual length if `batch` is the longest; the splitting check covers both.
         modules: further modules that the same optimizer trains, such as a criterion with parameters.
-        batching: counts and splits batches.
         second: a different batch of the loop's data with an equal number of samples, as a second example for proofs.
 
     Raises:

@@ -45,7 +45,6 @@ from trimtab.training.batch import iterate, to_device
 from trimtab.training.data_position import length_of
 from trimtab.training.run import Run
 
-# Learning-rate range test: real batches at geometrically rising rates; state is restored.
 
 RANGE_TEST_STEPS = 40
 WIDEST = 300.0
@@ -113,8 +112,6 @@ def _with_norms(plan: Plan) -> Plan:
     return replace(plan, clip_norm=replace(plan.clip_norm, value=_NO_LIMIT))
 
 
-# Paired runs of two plans over a few training steps on the user's data; state is restored.
-
 PAIR_STEPS = 60
 NUM_PAIRS = 5  # Fewer pairs cannot give a verdict (math: section 8).
 
@@ -138,8 +135,6 @@ def short_race(
     current plan uses another seed.
 
     Args:
-        stands: the current plan.
-        rival: the plan to compare with it.
         batches: training batches; repeated if they run out. A loader is restored by `draw_and_restore_data`.
         by_unseen: True to compare the loss of each batch in evaluation mode before training on it, for settings that
             change the training loss itself. No training repeats data then.
@@ -393,7 +388,6 @@ def tune_plan(
     rate may be tuned).
 
     Args:
-        length: length of the planned run.
         budget: limits per step, which slower settings must meet too.
 
     Raises:

@@ -8,7 +8,7 @@ again, and a candidate that lost all of its first blocks is dropped.
 In a phase that may replace the incumbent, the number of blocks does not depend on the current leader, or an equal
 candidate would win by optional stopping. The first blocks may only drop candidates, and a likely gain within the
 noise gets more blocks once, up to a number fixed in advance. A phase that only orders candidates ends when the order
-is known (`decide.successive_elimination`). Over the time budget, a final still gets more blocks if they cost less than
+is known (`planner.trial_statistics.still_open`). Over the time budget, a final still gets more blocks if they cost less than
 a tenth of the time that the gain would save in the run.
 """
 
@@ -45,17 +45,12 @@ from trimtab.state.peak_memory import peak_bytes, unused_bytes
 from trimtab.training.out_of_memory import is_out_of_memory
 from trimtab.training.run import Run
 
-# Training steps of a candidate in a trial, with checks that it trains.
 
 _MOST_SCALES = 20  # fp16 halves its loss scale after each overflow, here from 65536 to 0.125.
 
 
 class UntrainableCandidate(Exception):
-    """A candidate that runs but does not train.
-
-    Args:
-        failure: reason with its code.
-    """
+    """A candidate that runs but does not train."""
 
     def __init__(self, failure: Note) -> None:
         super().__init__(failure.text)
@@ -76,7 +71,7 @@ def step_until_applied(run: Run, subject: TrainingLoop) -> None:
     """Step until the optimizer has stepped: once, or in fp16 until a loss scale is found.
 
     Raises:
-        Unusable: the loss is NaN or infinite, or gradients overflow at every scale.
+        UntrainableCandidate: the loss is NaN or infinite, or gradients overflow at every scale.
     """
     for _ in range(_MOST_SCALES):
         if run.applied_steps > 0:
@@ -111,7 +106,6 @@ class TrialPower:
     """Power measurement of trials.
 
     Args:
-        meter: meter to read.
         is_asked: True if energy is weighted or limited; otherwise candidates of a final get a single window each.
     """
 
@@ -195,15 +189,11 @@ class _Blocks:
     """Configuration of the timing blocks of a search phase; a block is a few consecutive steps of one candidate.
 
     Args:
-        subject: the user's loop.
-        stage: the search phase.
         steps: timed steps per block.
         step_s: seconds of the incumbent's step, from its warm-up.
-        num_blocks: requested blocks.
         patient: True to run more than `num_blocks` blocks, if blocks are short or a likely gain is within the noise;
             only in phases that may replace the incumbent.
         start: state at the start of every block.
-        progress: called with a line of text.
         run_s: seconds of the planned run without changes; 0 if unknown.
     """
 
@@ -265,13 +255,9 @@ def run_stage(
     """Return the trials of a search phase; a candidate that fails has a trial with the error. State is restored.
 
     Args:
-        known: trials of earlier phases.
         patient: True to run more than `num_blocks` blocks, if blocks are short or a likely gain is within the noise;
             only in phases that may replace the incumbent.
-        guard: crash test of kernels; None for a new one.
-        power: power measurement; None without a meter.
         run_s: seconds of the planned run, which may pay for more blocks; 0 if unknown.
-        notes: receives peaks that could not be measured.
     """
     arms = [_TrialArm(candidate) for candidate in stage.candidates]
     if stage.control:
@@ -312,10 +298,7 @@ def run_stage(
 
 
 def _slowest(stage: SearchPhase, step_s: float) -> float:
-    """Return the largest time per step for which a candidate gets blocks.
-
-    Infinite in phases that may choose a slow candidate in order to meet a budget.
-    """
+    """Return the largest time per step for which a candidate gets blocks."""
     return _FAR_SLOWER * step_s if stage.name in _MODES else math.inf
 
 
@@ -337,11 +320,7 @@ def _with_optimizer_state(subject: TrainingLoop, arms: Sequence[_TrialArm], befo
 
 
 def _run_blocks(blocks: _Blocks, arms: Sequence[_TrialArm], running: Sequence[_TrialArm]) -> None:
-    """Run the blocks of all arms.
-
-    A clear loser gets fewer blocks than requested, and a likely gain within the noise gets more. A phase that only
-    orders candidates ends when the order is known.
-    """
+    """Run the blocks of all arms."""
     stage = blocks.stage
     done, last = 0, blocks.enough
     draw, before = random.Random(0), None
@@ -400,10 +379,7 @@ def _warm_up(subject: TrainingLoop, arm: _TrialArm, *, measure_memory: bool, slo
 
 
 def _count_peak(run: Run, subject: TrainingLoop, arm: _TrialArm) -> None:
-    """Measure the peak memory of a step.
-
-    If the measurement fails but steps run, the peak stays unknown and the arm records the reason.
-    """
+    """Measure the peak memory of a step."""
     try:
         subject.optimizer.zero_grad(set_to_none=True)  # Gradients alive before the measurement would not be counted.
         counted = peak_bytes(lambda: heaviest_step(run, subject), subject.device, subject.live_tensors)
