@@ -111,7 +111,8 @@ class Nvml:
         """Return a GPU's handle, UUID and name; empty values for an inaccessible GPU that is not needed."""
         try:
             handle = self._call("nvmlDeviceGetHandleByIndex", index)
-            return handle, *(_text(self._call(f"nvmlDeviceGet{what}", handle)) for what in ("UUID", "Name"))
+            uuid, name = (self._call(f"nvmlDeviceGet{what}", handle) for what in ("UUID", "Name"))
+            return handle, *(each.decode() if isinstance(each, bytes) else each for each in (uuid, name))
         except MeterLost:
             if is_needed:  # CUDA numbers this GPU too
                 raise
@@ -180,10 +181,6 @@ class Nvml:
     @staticmethod
     def _why(error: Exception) -> str:
         return f"NVML failed ({error})"
-
-
-def _text(value: str | bytes) -> str:
-    return value.decode() if isinstance(value, bytes) else value
 
 
 def nvml(ordinal: int = 0, *, uuid: str = "", library: Any = None) -> Nvml | NoMeter:

@@ -137,16 +137,12 @@ class Rapl:
 
     def limits(self) -> tuple[PowerLimit, ...]:
         """Return the long-term power limit of each package that reports it."""
-        return tuple(_limits(self._zones))
-
-
-def _limits(found: tuple[RaplZone, ...]) -> Iterator[PowerLimit]:
-    for zone in found:
-        watts, highest = (
-            _watts_or_none(zone, name) for name in ("constraint_0_power_limit_uw", "constraint_0_max_power_uw")
-        )
-        if watts is not None and not zone.name.endswith("dram"):
-            yield PowerLimit(zone.name, watts, None, highest)
+        found = []
+        for zone in self._zones:
+            watts, highest = (_watts_or_none(zone, f"constraint_0_{kind}_uw") for kind in ("power_limit", "max_power"))
+            if watts is not None and not zone.name.endswith("dram"):
+                found.append(PowerLimit(zone.name, watts, None, highest))
+        return tuple(found)
 
 
 def _watts_or_none(zone: RaplZone, name: str) -> float | None:

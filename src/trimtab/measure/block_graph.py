@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_iter
 
 from trimtab.core.errors import ValueGivenError
-from trimtab.measure.blocks import find_blocks
+from trimtab.measure.blocks import find_blocks, hook_blocks
 from trimtab.measure.dispatch_mode import EagerDispatchMode
 from trimtab.measure.fake_tensors import FakeTensors
 from trimtab.measure.storage_lifetimes import LossFn, cannot_trace
@@ -108,30 +108,23 @@ class _Watch(EagerDispatchMode):
     def hooked(self, model: nn.Module, blocks: Sequence[str]) -> Iterator[None]:
         """Record the blocks' calls inside the context."""
 
-        def enter(name: str) -> Callable[..., None]:
-            def hook(_: nn.Module, args: Any, kwargs: Any) -> None:
-                self._inside.append(len(self._calls))
-                self._calls.append(_Call(name, args, kwargs))
+        def enter(name: str, args: Any, kwargs: Any) -> None:
+            self._inside.append(len(self._calls))
+            self._calls.append(_Call(name, args, kwargs))
 
-            return hook
-
-        def leave(_: nn.Module, args: Any, result: Any) -> None:
+        def leave(_: str, result: Any) -> None:
             index = self._inside.pop()
             self._calls[index].result = result
             for tensor in tree_iter(result):
                 if isinstance(tensor, Tensor):
                     self._made_by.setdefault(tensor.untyped_storage()._cdata, set()).add(index)
 
-        handles = [model.register_forward_hook(lambda _, args, result: self._look(result, None))]
-        for name in blocks:
-            block = model.get_submodule(name)
-            handles.append(block.register_forward_pre_hook(enter(name), with_kwargs=True))
-            handles.append(block.register_forward_hook(leave))
+        whole = model.register_forward_hook(lambda _, args, result: self._look(result, None))
         try:
-            yield
+            with hook_blocks(model, blocks, enter, leave):
+                yield
         finally:
-            for handle in handles:
-                handle.remove()
+            whole.remove()
 
     def found(self) -> BlockGraph:
         """Return the recorded blocks and links."""

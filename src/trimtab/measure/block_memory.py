@@ -9,7 +9,7 @@ from __future__ import annotations
 import bisect
 import contextlib
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -21,6 +21,7 @@ from trimtab.core.block_costs import BlockChain, BlockChainModel, BlockCost
 from trimtab.core.memory_model import Seen
 from trimtab.losses import mean_of
 from trimtab.measure.block_graph import BlockGraph
+from trimtab.measure.blocks import hook_blocks
 from trimtab.measure.fake_tensors import FakeTensors
 from trimtab.measure.memory_trace import Prepare, as_it_is
 from trimtab.measure.storage_lifetimes import Autocast, LossFn, cannot_trace
@@ -150,12 +151,9 @@ def _chain(dropping: _Pass, keeping: _Pass, blocks: BlockGraph, held_bytes: int)
 
 @dataclass
 class _Mark:
-    """Event counts at the boundaries of a stage: number of storage events before its forward, its end and its backward.
+    """Numbers of storage events before a stage's forward, its end and its backward.
 
     Attributes:
-        begin: Events before the forward.
-        end: Events before the end of the forward.
-        backward: Events before the backward.
         inputs: Storages of the stage's arguments.
         outputs: Storages of the stage's results.
         work: Number of operators before the forward and before its end.
@@ -197,7 +195,19 @@ class _Pass:
 
     def forward(self, model: nn.Module, loss_fn: LossFn, batch: Any, blocks: Sequence[str]) -> Tensor:
         """Run the forward and return the mean loss."""
-        with self._hooked(model, blocks):
+
+        def enter(_: str, args: Any, kwargs: Any) -> None:
+            inputs = frozenset(self._storages.numbers_of((args, kwargs)))
+            self._marks.append(_Mark(self._now, inputs=inputs, work=(len(self.work), 0)))
+
+        def leave(_: str, result: Any) -> None:
+            mark, tensors = self._marks[-1], [each for each in tree_iter(result) if isinstance(each, Tensor)]
+            mark.end, mark.outputs = self._now, frozenset(self._storages.numbers_of(tensors))
+            mark.work = mark.work[0], len(self.work)
+            for tensor in [each for each in tensors if each.requires_grad][:1]:
+                tensor.register_hook(lambda _: setattr(mark, "backward", self._now))
+
+        with hook_blocks(model, blocks, enter, leave):
             loss = mean_of(loss_fn(model, batch))
         end, begin_work = (self._marks[-1].end, self._marks[-1].work[1]) if self._marks else (0, 0)
         self._marks.append(_Mark(end, self._now, work=(begin_work, len(self.work))))
@@ -227,32 +237,6 @@ class _Pass:
     @property
     def _now(self) -> int:
         return len(self._seen.events)
-
-    @contextlib.contextmanager
-    def _hooked(self, model: nn.Module, blocks: Sequence[str]) -> Iterator[None]:
-        def enter(_: nn.Module, args: Any, kwargs: Any) -> None:
-            inputs = frozenset(self._storages.numbers_of((args, kwargs)))
-            self._marks.append(_Mark(self._now, inputs=inputs, work=(len(self.work), 0)))
-
-        def leave(_: nn.Module, args: Any, result: Any) -> None:
-            mark, tensors = self._marks[-1], [each for each in tree_iter(result) if isinstance(each, Tensor)]
-            mark.end, mark.outputs = self._now, frozenset(self._storages.numbers_of(tensors))
-            mark.work = mark.work[0], len(self.work)
-            for tensor in [each for each in tensors if each.requires_grad][:1]:
-                tensor.register_hook(lambda _: setattr(mark, "backward", self._now))
-
-        handles = []
-        for name in blocks:
-            block = model.get_submodule(name)
-            handles += [
-                block.register_forward_pre_hook(enter, with_kwargs=True),
-                block.register_forward_hook(leave),
-            ]
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
 
     def _held(self) -> list[int]:
         """Return the bytes held after each event.
@@ -284,7 +268,10 @@ class _Pass:
 
     def forwards(self) -> list[_Span]:
         """Return each stage's forward. Work of the model between two stages counts in the peak of the later one."""
-        held, most, passing, spans = self._held(), self._most(), self._passing(), []
+        held, most, spans = self._held(), self._most(), []
+        # Birth events of storages that are freed between the end of the forward and the backward.
+        end, backward, died = self._marks[-1].end, self._marks[-1].backward or 0, self._indices(-1)
+        passing = {n: born for n, born in self._indices(1).items() if end <= died.get(n, -1) < backward}
         for index, mark in enumerate(self._marks):
             since = self._marks[index - 1].end if index else mark.begin
             following = self._marks[index + 1].begin if index + 1 < len(self._marks) else mark.end
@@ -298,11 +285,6 @@ class _Pass:
                 )
             )
         return spans
-
-    def _passing(self) -> dict[int, int]:
-        """Return the birth event of each storage that is freed between the end of the forward and the backward."""
-        end, backward, died = self._marks[-1].end, self._marks[-1].backward or 0, self._indices(-1)
-        return {n: born for n, born in self._indices(1).items() if end <= died.get(n, -1) < backward}
 
     def backwards(self) -> list[_Span]:
         """Return each stage's backward, which ends at the start of the preceding stage's backward."""

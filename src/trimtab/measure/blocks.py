@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 from torch import nn
 
@@ -27,7 +29,28 @@ def find_blocks(model: nn.Module, named: Iterable[str] = ()) -> tuple[str, ...]:
     if names:
         _check(model, names)
         return names
-    return tuple(_composite("", model)) or tuple(_layers(model))
+    layers = (name for name, module in model.named_modules() if name and not _has_members(module))
+    return tuple(_composite("", model)) or tuple(layers)
+
+
+@contextlib.contextmanager
+def hook_blocks(
+    model: nn.Module,
+    blocks: Iterable[str],
+    enter: Callable[[str, Any, Any], None],
+    leave: Callable[[str, Any], None],
+) -> Iterator[None]:
+    """Call `enter(name, args, kwargs)` before and `leave(name, result)` after each forward of a block."""
+    with contextlib.ExitStack() as hooks:
+        for name in blocks:
+            block = model.get_submodule(name)
+            before = block.register_forward_pre_hook(
+                lambda _, args, kwargs, name=name: enter(name, args, kwargs), with_kwargs=True
+            )
+            hooks.callback(before.remove)
+            after = block.register_forward_hook(lambda _, args, result, name=name: leave(name, result))
+            hooks.callback(after.remove)
+        yield
 
 
 def find_parts(model: nn.Module) -> Iterator[nn.Module]:
@@ -76,23 +99,14 @@ def _composite(prefix: str, module: nn.Module) -> Iterator[str]:
         path = f"{prefix}.{name}" if prefix else name
         if not _has_members(child):
             continue
-        is_repeated = siblings[type(child)] > 1 and not isinstance(child, _CONTAINERS)
-        if (is_repeated or isinstance(module, _CONTAINERS)) and not _holds_blocks(child):
+        is_container = isinstance(child, _CONTAINERS)
+        is_repeated = siblings[type(child)] > 1 and not is_container
+        holds_blocks = is_container and any(map(_has_members, child.children()))
+        if (is_repeated or isinstance(module, _CONTAINERS)) and not holds_blocks:
             yield path
         else:
             yield from _composite(path, child)
 
 
-def _holds_blocks(module: nn.Module) -> bool:
-    """Return True for a container of modules with submodules."""
-    return isinstance(module, _CONTAINERS) and any(map(_has_members, module.children()))
-
-
 def _has_members(module: nn.Module) -> bool:
     return next(module.children(), None) is not None
-
-
-def _layers(model: nn.Module) -> Iterator[str]:
-    for name, module in model.named_modules():
-        if name and not _has_members(module):
-            yield name

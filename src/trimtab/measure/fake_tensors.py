@@ -48,8 +48,13 @@ class FakeCudaMode(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is Tensor.backward and _is_plain(args[0], **kwargs):
-            with self:  # so that recomputation by activation checkpointing runs in this mode too
-                return _backward(args[0], kwargs.get("gradient"))
+            loss, seed = args[0], kwargs.get("gradient")
+            seed = torch.ones_like(loss) if seed is None else seed
+            # The public function leaves this mode first, but recomputation has to run in it too.
+            with self:
+                how = {"allow_unreachable": True, "accumulate_grad": True}
+                _ENGINE.run_backward((loss,), (seed,), False, False, (), **how)
+            return None
         if func is _attend:
             return _attention(*args, **kwargs)
         if func is _drop_out:
@@ -75,12 +80,6 @@ class FakeCudaMode(TorchFunctionMode):
 def _is_plain(tensor: Tensor, gradient: Tensor | None = None, **others: Any) -> bool:
     """Return True for the backward of a loss into all leaves, if torch's engine is accessible."""
     return _ENGINE is not None and (gradient is not None or tensor.numel() == 1) and not any(others.values())
-
-
-def _backward(tensor: Tensor, gradient: Tensor | None) -> None:
-    """Run the backward by torch's engine directly: the public function leaves this mode first."""
-    seed = torch.ones_like(tensor) if gradient is None else gradient
-    _ENGINE.run_backward((tensor,), (seed,), False, False, (), allow_unreachable=True, accumulate_grad=True)
 
 
 def _softmax_in_fp32(scores: Tensor, dim: int) -> Tensor:

@@ -19,12 +19,7 @@ from torch.utils.flop_counter import (
 
 from trimtab.measure.dispatch_mode import run_compiled_eagerly
 
-
 _NAME = "_linear_cross_entropy_batch_chunked"  # since torch 2.13
-
-
-def _operator() -> Any:
-    return getattr(getattr(torch.ops, "torch_nn", None), _NAME, None)
 
 
 def _load() -> Callable[..., Any] | None:
@@ -36,7 +31,7 @@ def _load() -> Callable[..., Any] | None:
 
 
 _PYTHON = _load()
-CHUNKED_LOSS = None if _PYTHON is None else _operator()
+CHUNKED_LOSS = None if _PYTHON is None else getattr(getattr(torch.ops, "torch_nn", None), _NAME, None)
 
 
 def python_of(operator: Any) -> Callable[..., Any] | None:
@@ -67,12 +62,12 @@ def count_flops(function: Callable[[], object]) -> float | None:
     """Return the FLOP of matrix products, convolutions and attention in a call, including a backward that runs in it.
 
     None if an operator fails under the counter's dispatch mode, or if torch's formula does not support it; up to torch
-    2.11
-    this includes attention with fewer key heads than query heads. Recomputation counts: a step without activation
+    2.11 this includes attention with fewer key heads than query heads. Recomputation counts: a step without activation
     checkpointing gives model FLOP (MFU), a step with it hardware FLOP (HFU). A compiled model is counted in eager mode.
     """
     try:
-        counter = FlopCounterMode(display=False, custom_mapping=_own_formulas() | _chunked_loss())
+        chunked = {} if CHUNKED_LOSS is None else {CHUNKED_LOSS: chunked_loss_flops}
+        counter = FlopCounterMode(display=False, custom_mapping=_own_formulas() | chunked)
         counter.mod_tracker = _NoModules()  # type: ignore[assignment]
         with run_compiled_eagerly(), counter:
             function()
@@ -104,13 +99,17 @@ def flops_of(operator: Any, args: Any, kwargs: Any, result: Any) -> float:
 
 
 def _own_formulas() -> dict[Any, Any]:
-    aten = torch.ops.aten
-    found = _cpu_attention() | {aten.convolution_backward: _convolution_backward}
+    # torch's table covers the CUDA kernels of scaled_dot_product_attention, not the CPU kernel.
+    found: dict[str, Any] = {
+        "convolution_backward": _convolution_backward,
+        "_scaled_dot_product_flash_attention_for_cpu": _attention,
+        "_scaled_dot_product_flash_attention_for_cpu_backward": _attention_backward,
+    }
     for name, weights_of in (("mkldnn_rnn_layer", _of_layer), ("_cudnn_rnn", _of_all_layers)):
-        for suffix, times in (("", 1), ("_backward", 2)):
-            if (operator := getattr(aten, name + suffix, None)) is not None:
-                found[operator] = functools.partial(_recurrent, weights_of, times)
-    return found
+        found[name] = functools.partial(_recurrent, weights_of, 1)
+        found[f"{name}_backward"] = functools.partial(_recurrent, weights_of, 2)
+    aten = torch.ops.aten
+    return {getattr(aten, name): formula for name, formula in found.items() if hasattr(aten, name)}
 
 
 def _of_layer(args: Sequence[Any]) -> Sequence[Any]:
@@ -146,25 +145,12 @@ def _convolution_backward(grad: Any, rows: Any, weight: Any, *args: Any, out_sha
     return flops
 
 
-def _cpu_attention() -> dict[Any, Any]:
-    # torch's table covers the CUDA kernels of scaled_dot_product_attention, not the CPU kernel.
-    def forward(query: Any, key: Any, value: Any, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
-        return int(sdpa_flop_count(query, key, value))
-
-    def backward(grad: Any, query: Any, key: Any, value: Any, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
-        return int(sdpa_backward_flop_count(grad, query, key, value))
-
-    aten = torch.ops.aten
-    mapping = {}
-    for name, formula in (("", forward), ("_backward", backward)):
-        operator = getattr(aten, f"_scaled_dot_product_flash_attention_for_cpu{name}", None)
-        if operator is not None:
-            mapping[operator] = formula
-    return mapping
+def _attention(query: Any, key: Any, value: Any, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
+    return int(sdpa_flop_count(query, key, value))
 
 
-def _chunked_loss() -> dict[Any, Any]:
-    return {} if CHUNKED_LOSS is None else {CHUNKED_LOSS: chunked_loss_flops}
+def _attention_backward(grad: Any, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> int:
+    return int(sdpa_backward_flop_count(grad, query, key, value))
 
 
 _OWN = {operator.default: formula for operator, formula in _own_formulas().items()}

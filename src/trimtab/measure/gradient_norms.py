@@ -23,14 +23,38 @@ from trimtab.measure.timing import OverheadTimer
 CHUNK_BYTES = 32 * 2**20
 
 
-class GradientNorms:
+class _Norms:
+    """Sum of `||g||^2` over the gradients of each backward between `on` and `off`; a step that needs no work is empty.
+
+    Attributes:
+        spent: Overhead since `on`.
+    """
+
+    def __init__(self) -> None:
+        self.spent = OverheadTimer()
+
+    def on(self) -> None:
+        """Start a window."""
+        self.spent = OverheadTimer()
+
+    def at_once(self) -> None:
+        """Keep no references, because the gradients' memory may be overwritten before `take`."""
+
+    def off(self) -> None:
+        """End a window, and discard pending gradients."""
+
+    def close(self) -> None:
+        """End permanently, and restore the model's hooks."""
+
+    def forget(self) -> None:
+        """Discard gradients since the last `take`."""
+
+
+class GradientNorms(_Norms):
     """Sum of `||g||^2` for each backward while hooks are installed.
 
     Args:
         parameters: Parameters, iterated again at each `on`; hooks are added if they require gradients.
-
-    Attributes:
-        spent: Overhead since `on`.
     """
 
     def __init__(self, parameters: Iterable[Tensor]) -> None:
@@ -41,13 +65,12 @@ class GradientNorms:
         self._total: Tensor | None = None
         self._seen: set[int] = set()
         self._in_parts = False
-        self.spent = OverheadTimer()
+        super().__init__()
 
     def on(self) -> None:
-        """Install the hooks for the backwards of a window."""
         start = time.perf_counter()
         self.forget()
-        self.spent = OverheadTimer()
+        super().on()
         self._most_bytes = CHUNK_BYTES
         if not self._remove:
             leaves = [p for p in self._parameters if p.requires_grad]
@@ -55,11 +78,9 @@ class GradientNorms:
         self.spent.outside_s += time.perf_counter() - start
 
     def at_once(self) -> None:
-        """Stop keeping references, because the gradients' memory may be overwritten before `take`."""
         self._most_bytes = 0
 
     def off(self) -> None:
-        """Remove the hooks and discard pending gradients."""
         start = time.perf_counter()
         for remove in self._remove:
             remove()
@@ -68,11 +89,9 @@ class GradientNorms:
         self.spent.outside_s += time.perf_counter() - start
 
     def close(self) -> None:
-        """Remove the hooks permanently."""
         self.off()
 
     def forget(self) -> None:
-        """Discard gradients since the last `take`."""
         self._held.clear()
         self._seen.clear()
         self._bytes, self._total, self._in_parts = 0, None, False
@@ -145,8 +164,13 @@ def shows_reductions(model: nn.Module) -> bool:
 
     False for a torch version without the hook, and for float16 reductions, which torch scales after the hook.
     """
-    sharded = [module for module in model.modules() if is_sharded_itself(module)]
-    return all(hasattr(module, _HOOK) and _reduce_dtype(module) is not torch.float16 for module in sharded)
+
+    def reduce_dtype(module: Any) -> torch.dtype | None:
+        state = module._get_fsdp_state() if hasattr(module, "_get_fsdp_state") else None
+        return getattr(getattr(state, "_mp_policy", None), "reduce_dtype", None)
+
+    sharded = filter(is_sharded_itself, model.modules())
+    return all(hasattr(module, _HOOK) and reduce_dtype(module) is not torch.float16 for module in sharded)
 
 
 def is_sharded_itself(module: nn.Module) -> bool:
@@ -154,41 +178,30 @@ def is_sharded_itself(module: nn.Module) -> bool:
     return hasattr(module, _HOOK) or hasattr(module, "set_requires_gradient_sync")
 
 
-def _reduce_dtype(module: Any) -> torch.dtype | None:
-    state = module._get_fsdp_state() if hasattr(module, "_get_fsdp_state") else None
-    return getattr(getattr(state, "_mp_policy", None), "reduce_dtype", None)
-
-
-class ShardedNorms:
+class ShardedNorms(_Norms):
     """Sum of `||g||^2` over this rank's shards of each reduced gradient; the caller sums over ranks."""
 
     def __init__(self, model: nn.Module) -> None:
         self._total: Tensor | None = None
         self.is_on = False
-        self.spent = OverheadTimer()
+        super().__init__()
         self._modules = [module for module in model.modules() if is_sharded_itself(module)]
         self._undo: list[Callable[[], None]] = []
 
     def on(self) -> None:
-        """Start observing reductions."""
+        super().on()
         self._undo = self._undo or [_hooked(module, self._see) for module in self._modules]
-        self.is_on, self._total, self.spent = True, None, OverheadTimer()
-
-    def at_once(self) -> None:
-        """Do nothing: reductions are processed immediately."""
+        self.is_on, self._total = True, None
 
     def off(self) -> None:
-        """Stop observing reductions."""
         self.is_on, self._total = False, None
 
     def close(self) -> None:
-        """Restore the modules' original hooks."""
         for undo in self._undo:
             undo()
         self._undo.clear()
 
     def forget(self) -> None:
-        """Discard the sum since the last `take`."""
         self._total = None
 
     def take(self) -> Tensor:
@@ -222,28 +235,12 @@ def _hooked(module: Any, see: Callable[[Tensor], None]) -> Callable[[], None]:
     return lambda: getattr(module, _HOOK)(own)
 
 
-class PartialNorms:
+class PartialNorms(_Norms):
     """`||S_j||^2` of the gradients accumulated after each backward, for this rank's shards or unsharded gradients."""
 
     def __init__(self, parameters: Iterable[Tensor]) -> None:
+        super().__init__()
         self._parameters = parameters
-        self.spent = OverheadTimer()
-
-    def on(self) -> None:
-        """Start a window."""
-        self.spent = OverheadTimer()
-
-    def at_once(self) -> None:
-        """Do nothing: no references are kept."""
-
-    def off(self) -> None:
-        """End a window."""
-
-    def close(self) -> None:
-        """Do nothing: there are no hooks."""
-
-    def forget(self) -> None:
-        """Do nothing: gradients are read in `take` only."""
 
     def take(self) -> Tensor:
         """Return the squared norm of the current gradients as a scalar tensor."""

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from trimtab.core.errors import ValueGivenError
 from trimtab.core.memory_model import PeakMemoryModel, Seen, StepMemory, StepWork, aligned_peaks, operations
+from trimtab.measure.blocks import hook_blocks
 from trimtab.measure.fake_tensors import FakeTensors
 from trimtab.measure.storage_lifetimes import Autocast, LossFn, Marks, TracedStep, cannot_trace, make_state
 from trimtab.measure.storage_tracker import StorageTracker
@@ -206,17 +207,9 @@ def _block_marks(model: nn.Module, blocks: Iterable[str], storages: StorageTrack
     """Record the storages born in each block's forward."""
     marks: Marks = {}
     entered: list[int] = []
-    handles = []
 
-    def leave(name: str) -> None:
+    def leave(name: str, _: Any) -> None:
         marks.setdefault(name, []).append((entered.pop(), len(storages.sizes)))
 
-    for name in blocks:
-        block = model.get_submodule(name)
-        handles.append(block.register_forward_pre_hook(lambda *_: entered.append(len(storages.sizes))))
-        handles.append(block.register_forward_hook(lambda *_, name=name: leave(name)))
-    try:
+    with hook_blocks(model, blocks, lambda *_: entered.append(len(storages.sizes)), leave):
         yield marks
-    finally:
-        for handle in handles:
-            handle.remove()

@@ -38,10 +38,6 @@ def _step(optimizer: Optimizer, storages: StorageTracker) -> None:
     optimizer.zero_grad(set_to_none=True)
 
 
-def _as_usual(*, last: bool) -> None:
-    """Do nothing at the start of a micro-batch."""
-
-
 def cannot_trace(error: Exception) -> ModelError:
     """Return the error for a step that does not run on fake tensors, including torch's reason."""
     reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]:.200}"
@@ -98,7 +94,7 @@ class TracedStep:
         batch: Any,
         autocast: Autocast,
         num_micro_batches: int,
-        begin: Callable[..., object] = _as_usual,
+        begin: Callable[..., object] = lambda *, last: None,
     ) -> None:
         """Run the step.
 

@@ -127,10 +127,21 @@ def _modes() -> tuple[object, ...]:
     return torch.get_num_threads(), mkldnn, torch.are_deterministic_algorithms_enabled(), *precisions
 
 
-@functools.lru_cache(maxsize=4096)
+@functools.lru_cache(maxsize=4096)  # because the traces of a search share most calls
+@torch.enable_grad()  # a recurrent layer prepares its backward if gradients are enabled, even if no input requires one
 def _taken(call: OperatorCall, modes: tuple[object, ...]) -> CallMemory:
-    """Return the memory of a call. Cached, because the traces of a search share most calls."""
-    return _measured_backward(call) if call.is_backward else _measured(call)
+    leaves = [leaf.make() if isinstance(leaf, _Like) else leaf for leaf in call.leaves]
+    floats = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+    trained = [leaf.requires_grad_() for leaf in floats[:_TRAINED]] if call.is_backward else []
+    args, kwargs = tree_unflatten(leaves, call.structure)
+    result = call.operator(*args, **kwargs)  # one-time preparations happen here
+    if call.is_backward:
+        output = result[0]
+        slope = torch.zeros_like(output)
+        return CallMemory(_beyond_results(lambda: torch.autograd.grad(output, trained, slope, retain_graph=True)))
+    sizes = tuple(storage_bytes([each]) for each in tree_iter(result) if isinstance(each, Tensor))
+    del result
+    return CallMemory(_beyond_results(lambda: call.operator(*args, **kwargs)), sizes)
 
 
 def _size(call: OperatorCall) -> int:
@@ -142,27 +153,6 @@ def _size(call: OperatorCall) -> int:
     except (NotImplementedError, RuntimeError):  # an operator without a meta implementation
         found = ()
     return sum(each.untyped_storage().nbytes() for each in (*given, *tree_iter(found)) if isinstance(each, Tensor))
-
-
-@torch.enable_grad()  # a recurrent layer prepares its backward if gradients are enabled, even if no input requires one
-def _measured(call: OperatorCall) -> CallMemory:
-    leaves = [leaf.make() if isinstance(leaf, _Like) else leaf for leaf in call.leaves]
-    args, kwargs = tree_unflatten(leaves, call.structure)
-    result = call.operator(*args, **kwargs)  # one-time preparations happen here
-    sizes = tuple(storage_bytes([each]) for each in tree_iter(result) if isinstance(each, Tensor))
-    del result
-    return CallMemory(_beyond_results(lambda: call.operator(*args, **kwargs)), sizes)
-
-
-@torch.enable_grad()
-def _measured_backward(call: OperatorCall) -> CallMemory:
-    leaves = [leaf.make() if isinstance(leaf, _Like) else leaf for leaf in call.leaves]
-    floats = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point()]
-    trained = [leaf.requires_grad_() for leaf in floats[:_TRAINED]]
-    args, kwargs = tree_unflatten(leaves, call.structure)
-    output = call.operator(*args, **kwargs)[0]
-    slope = torch.zeros_like(output)
-    return CallMemory(_beyond_results(lambda: torch.autograd.grad(output, trained, slope, retain_graph=True)))
 
 
 def _beyond_results(function: Callable[[], Any]) -> int:

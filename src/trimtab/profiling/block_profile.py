@@ -19,7 +19,7 @@ from trimtab.core.profile import Candidate, RecomputableBlocks
 from trimtab.core.recompute_schedule import EVERY_BLOCK, KeptBlock, RecomputedSegment, Schedule, schedule_of
 from trimtab.measure.block_graph import BlockGraph
 from trimtab.measure.block_memory import chains_through, trace_stages
-from trimtab.measure.storage_lifetimes import LossFn
+from trimtab.measure.blocks import hook_blocks
 from trimtab.measure.timing import seconds_between, stamp, synchronize
 from trimtab.planner.recompute_cost import keep_all
 from trimtab.planner.recompute_solver import by_shares
@@ -53,29 +53,16 @@ def forward_seconds(
 
 @contextlib.contextmanager
 def _stamped(model: nn.Module, blocks: Sequence[str], device: torch.device) -> Iterator[list[list[Any]]]:
-    stamps: list[list[Any]] = [[] for _ in blocks]
+    stamps: dict[str, list[Any]] = {name: [] for name in blocks}
 
-    def note(index: int) -> Callable[..., None]:
-        def hook(*_: Any) -> None:
-            if len(stamps[index]) == 2:  # recomputed in the backward by the model's own activation checkpointing
-                return
+    def note(name: str, *_: Any) -> None:
+        if len(stamps[name]) < 2:  # Else recomputed in the backward by the model's own activation checkpointing.
             event = stamp(device)
-            stamps[index].append(time.perf_counter() if event is None else event)
+            stamps[name].append(time.perf_counter() if event is None else event)
 
-        return hook
+    with hook_blocks(model, blocks, note, note):
+        yield list(stamps.values())
 
-    handles = []
-    for index, name in enumerate(blocks):
-        block = model.get_submodule(name)
-        handles += [block.register_forward_pre_hook(note(index)), block.register_forward_hook(note(index))]
-    try:
-        yield stamps
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-# Measured time of recomputation: extra seconds of steps with a schedule over steps without, in alternation.
 
 T = TypeVar("T")
 _MEASURING_S = 1.0  # Seconds per schedule, if more than the fewest steps fit.
@@ -148,10 +135,7 @@ def _longer(subject: TrainingLoop, candidate: Candidate, schedules: Sequence[Sch
     """Return the seconds of a step that keeps all activations, and the extra seconds of each schedule."""
     names = subject.blocks.names
     with subject.start(candidate) as run:
-
-        def step() -> None:
-            run.train_step(run.window(subject.batch), subject.loss_fn)
-
+        step = functools.partial(subject.step, run)
         step_until_applied(run, subject)
         timed = functools.partial(timer(candidate), step, subject.device)
         ways = [keep_all(len(names)), *schedules]
@@ -214,7 +198,7 @@ def _measured(subject: TrainingLoop, candidate: Candidate, *, splits: bool) -> R
         chains = [chain.with_parts(part) for chain, part in zip(chains, parts, strict=True)]
     again, in_part = (lambda index, rows, line=line: shares[index] * line.at(rows) for line in (lines[0], lines[-1]))
     chains = [chain.with_seconds(again, in_part) for chain in chains]
-    held = _state_bytes(subject.optimizer) + subject.start_bytes
+    held = storage_bytes(state_tensors(subject.optimizer)) + subject.start_bytes
     whole, sliced = (chain.holding(held) for chain in chains)
     return RecomputableBlocks(candidate, names, whole, sliced, step_s, by_shares(whole.at(subject.rows)))
 
@@ -225,23 +209,17 @@ def _traced(
     """Return the chains, the chains with blocks kept in part ([] if not possible), and the blocks' forward seconds."""
     names = subject.blocks.names
     with subject.start(candidate) as run:
-
-        def step() -> None:
-            run.train_step(run.window(subject.batch), subject.loss_fn)
-
+        step = functools.partial(subject.step, run)
         batch = to_device(subject.batch, subject.device)
 
-        def trace(**given: Any) -> list[BlockChainModel]:
-            every = functools.partial(
-                trace_chain,
-                run.model,
-                subject.loss_fn,
-                subject.blocks,
-                autocast=run.autocast,
-                counts_scratch=subject.device.type == "cpu",
-                **given,
-            )
-            return at_two_sizes(batch, every, subject.batching)
+        def trace(**how: Any) -> list[BlockChainModel]:
+            how |= {"autocast": run.autocast, "counts_scratch": subject.device.type == "cpu"}
+
+            def at(rows: tuple[int, int], batches: Sequence[Any]) -> list[BlockChainModel]:
+                few, many = (trace_stages(run.model, subject.loss_fn, each, subject.blocks, **how) for each in batches)
+                return chains_through(few, many, rows)
+
+            return at_two_sizes(batch, at, subject.batching)
 
         chains = trace()
         step_until_applied(run, subject)
@@ -264,7 +242,7 @@ def in_part_of(number: int) -> Schedule:
     return tuple(KeptBlock(index, in_part=True) for index in range(number))
 
 
-def runs_in_segments(model: nn.Module, blocks: BlockGraph, step: Callable[[], None]) -> bool:
+def runs_in_segments(model: nn.Module, blocks: BlockGraph, step: Callable[[], object]) -> bool:
     """Return True if a step runs with a segment of several blocks; blocks with hooks cannot form segments."""
     first = next((index for index, is_linked in enumerate(blocks.links) if is_linked), None)
     if first is None:
@@ -276,19 +254,3 @@ def runs_in_segments(model: nn.Module, blocks: BlockGraph, step: Callable[[], No
     except ModelError:
         return False
     return True
-
-
-def trace_chain(
-    model: nn.Module, loss_fn: LossFn, blocks: BlockGraph, rows: tuple[int, int], batches: Sequence[Any], **how: Any
-) -> list[BlockChainModel]:
-    """Return the chains of the first and of a later micro-batch, without seconds; `how` as of `trace_stages`.
-
-    Raises:
-        ModelError: the step cannot be traced.
-    """
-    few, many = (trace_stages(model, loss_fn, batch, blocks, **how) for batch in batches)
-    return chains_through(few, many, rows)
-
-
-def _state_bytes(optimizer: torch.optim.Optimizer) -> int:
-    return storage_bytes(state_tensors(optimizer))

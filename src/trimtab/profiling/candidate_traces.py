@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
@@ -68,13 +67,11 @@ def _trace_candidate(subject: TrainingLoop, candidate: Candidate) -> list[Traced
             autocasts=[run.autocast],
             counts_scratch=subject.device.type == "cpu",
         )
-    return [_beside(TracedCandidate(candidate, *each), subject.start_bytes) for each in traced]
-
-
-def _beside(traced: TracedCandidate, held_bytes: int) -> TracedCandidate:
-    """Return a trace with additional bytes held throughout."""
-    whole, sliced, step = (m and m.beside(held_bytes) for m in (traced.whole, traced.sliced, traced.step))
-    return replace(traced, whole=whole or traced.whole, sliced=sliced, step=step)
+    held = subject.start_bytes  # A run holds these bytes throughout.
+    return [
+        TracedCandidate(candidate, each.whole.beside(held), each.sliced.beside(held), each.work, each.step.beside(held))
+        for each in traced
+    ]
 
 
 def trace_elsewhere(

@@ -13,7 +13,7 @@ import functools
 import math
 import random
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -63,7 +63,7 @@ def replay_refusal(subject: TrainingLoop, candidate: Candidate) -> str | None:
                 return "with CUDA graphs, other parameters receive gradients than without"
             apart.append(_relative(own, launched))
             moved.append(_relative(own, before))
-            differing = differing or _differing(subject, _SavedGradients(before, own, again, launched))
+            differing = differing or _differing(subject, before, own, again, launched)
     return _judged(apart, moved) or differing or None
 
 
@@ -79,40 +79,29 @@ def _judged(apart: Sequence[float | None], moved: Sequence[float | None]) -> str
     return f"with CUDA graphs, the gradient differs by {worst:.2g} (relative), more than the limit of {limit:.2g}"
 
 
-class _SavedGradients(NamedTuple):
-    """Gradients to compare.
+def _differing(subject: TrainingLoop, before: Gradients, own: Gradients, again: Gradients, launched: Gradients) -> str:
+    """Return a sentence about the parameter whose gradient differs most relative to its limit; "" if none does.
 
     Args:
         before: gradient on the samples and weights of the capture.
         own, again: two gradients on other samples and weights, without graphs.
         launched: the same with replayed graphs.
     """
-
-    before: Gradients
-    own: Gradients
-    again: Gradients
-    launched: Gradients
-
-
-def _differing(subject: TrainingLoop, held: _SavedGradients) -> str:
-    """Return a sentence about the parameter whose gradient differs most relative to its limit; "" if none does."""
     names = [name for name, p in subject.model.named_parameters() if p.requires_grad]
     found = {
-        name: (own, _norm(own), _norm(own, before), _norm(own, again), _norm(own, launched))
-        for name, own, before, again, launched in zip(
-            names, held.own, held.before, held.again, held.launched, strict=True
-        )
-        if own is not None
+        name: (mine, _norm(mine), _norm(mine, captured), _norm(mine, repeated), _norm(mine, replayed))
+        for name, captured, mine, repeated, replayed in zip(names, before, own, again, launched, strict=True)
+        if mine is not None
     }
-    count = sum(own.numel() for own, *_ in found.values())
+    count = sum(mine.numel() for mine, *_ in found.values())
     least = _LEAST_SIZE * math.sqrt(sum(norm**2 for _, norm, *_ in found.values()) / max(1, count))
     typical: dict[str, float] = {}  # Root mean square of the largest parameter gradient per module.
-    for name, (own, norm, *_) in found.items():
+    for name, (mine, norm, *_) in found.items():
         module = name.rpartition(".")[0]
-        typical[module] = max(typical.get(module, least), norm / math.sqrt(own.numel()))
+        typical[module] = max(typical.get(module, least), norm / math.sqrt(mine.numel()))
     worst, reason = 1.0, ""
-    for name, (own, norm, moved, noise, error) in found.items():
-        rounded = _ROUNDED * (norm + typical[name.rpartition(".")[0]] * math.sqrt(own.numel()))
+    for name, (mine, norm, moved, noise, error) in found.items():
+        rounded = _ROUNDED * (norm + typical[name.rpartition(".")[0]] * math.sqrt(mine.numel()))
         limit = LIMIT * min(norm, moved) + rounded + _TIMES_NOISE * noise
         if limit > 0 and error / limit > worst:
             worst, far = error / limit, f"by {error / norm:.2g} (relative)" if norm else "from zero"

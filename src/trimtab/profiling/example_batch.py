@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -14,9 +14,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from trimtab.core.errors import BatchError
 from trimtab.state.object_snapshots import version_of
 from trimtab.training.batch import deep_copy, map_leaves, tensors_in, with_new_containers
+from trimtab.training.run import LossFn
 from trimtab.training.sample_count import is_leaf, is_record, is_sequence
-
-LossFn = Callable[[nn.Module, Any], Any]
 
 
 class _CallRecord:
@@ -61,7 +60,7 @@ def protect_batch(loss_fn: LossFn) -> LossFn:
         if look.changes:
             return loss_fn(model, deep_copy(batch))
         if mode in look.modes or any(isinstance(each, FakeTensor) for each in tensors_in(batch)):
-            return loss_fn(model, _in_new_containers(batch))
+            return loss_fn(model, map_leaves(with_new_containers(batch), _new_object))
         given = deep_copy(batch)
         before = [(each, each.requires_grad, version_of(each)) for each in tensors_in(given)]
         originals = list(tensors_in(batch))
@@ -110,10 +109,6 @@ def _same(left: Tensor, right: Tensor) -> bool:
     if left.is_floating_point() or left.is_complex():
         equal |= (left != left) & (right != right)  # NaN in both
     return bool(equal.all())
-
-
-def _in_new_containers(batch: Any) -> Any:
-    return map_leaves(with_new_containers(batch), _new_object)
 
 
 def _new_object(leaf: Any) -> Any:

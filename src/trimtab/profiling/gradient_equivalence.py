@@ -15,7 +15,7 @@ import itertools
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -46,7 +46,7 @@ from trimtab.profiling.rounding_tolerance import (
     norms,
     total,
 )
-from trimtab.profiling.training_loop import TrainingLoop
+from trimtab.profiling.training_loop import TrainingLoop, in_mode
 from trimtab.settings.compiled import noting_calls
 from trimtab.settings.precision import dtype_of
 from trimtab.state.loop_state import TORCH_GENERATORS, ChangeKind, LoopState, StateChange
@@ -112,8 +112,6 @@ def _look(subject: TrainingLoop, precision: str, casts: set[torch.dtype | None])
         end()
 
 
-# A second batch with other values, so that proofs do not rest on the example batch alone.
-
 _MOST_SCALED = 0.1
 
 
@@ -137,7 +135,7 @@ def other_values(batch: Any, samples: int, wanted: int, batching: BatchSplitting
             not isinstance(tensor, Tensor)
             or not tensor.is_floating_point()
             or tensor.layout is not torch.strided
-            or bool(_is_mask(tensor))
+            or bool(((tensor == 0) | (tensor == 1)).all())  # A mask.
         ):
             return tensor
         factor = 1 - _MOST_SCALED * torch.rand(tensor.shape, generator=generator)
@@ -149,10 +147,6 @@ def other_values(batch: Any, samples: int, wanted: int, batching: BatchSplitting
     except (BatchError, RuntimeError, TypeError, IndexError):
         return None
     return other if reading.samples == wanted and reading.is_splittable else None
-
-
-def _is_mask(tensor: Tensor) -> Tensor:
-    return ((tensor == 0) | (tensor == 1)).all()
 
 
 TOLERANCE = 1e-4
@@ -172,15 +166,6 @@ _COUNTED = 4  # Largest number of samples for counting random draws.
 _OTHER_ROWS = 4  # A second batch has at most this many samples, or a quarter of the batch.
 
 
-@dataclass(frozen=True)
-class _Verdict:
-    """Result of comparing gradients; `code` is empty if they agree."""
-
-    code: str = ""
-    reason: str = ""
-    difference: float | None = None
-
-
 def check_splitting(subject: TrainingLoop, precision: str = "fp32", start: LoopState | None = None) -> SplitCheck:
     """Return the verdict on splitting the batch into micro-batches; state is restored.
 
@@ -196,18 +181,12 @@ def check_splitting(subject: TrainingLoop, precision: str = "fp32", start: LoopS
     Raises:
         LossError: the loss function raised, or the result is not a loss.
     """
-    state = start or _held(subject)
-    with contextlib.ExitStack() as stack:
-        stack.callback(state.restore)
-        return _checked(subject, precision, state)
-
-
-def _checked(subject: TrainingLoop, precision: str, start: LoopState) -> SplitCheck:
-    check = _check_of_batch(subject, precision, start)
-    if subject.example is None or not check.splittable:
-        return check
-    other = _check_of_batch(replace(subject, batch=subject.example, example=None), precision, start)
-    return check if other.splittable else replace(other, reason=f"{other.reason} (found on the example batch)")
+    with start or LoopState(subject.trained, subject.optimizer, loss_fn=own_loss(subject.loss_fn)) as state:
+        check = _check_of_batch(subject, precision, state)
+        if subject.example is None or not check.splittable:
+            return check
+        other = _check_of_batch(replace(subject, batch=subject.example, example=None), precision, state)
+        return check if other.splittable else replace(other, reason=f"{other.reason} (found on the example batch)")
 
 
 def _check_of_batch(subject: TrainingLoop, precision: str, start: LoopState) -> SplitCheck:
@@ -216,7 +195,9 @@ def _check_of_batch(subject: TrainingLoop, precision: str, start: LoopState) -> 
         part = subject.first(rows)
         try:
             refusal = _state_refusal(part, precision, start)
-            check = _unknown_samples(part) or refusal or _check(part, start)
+            if part.unknown:  # Comes before any other reason.
+                refusal = _refused(UNKNOWN, f"the number of samples of the batch is unknown: {part.unknown}")
+            check = refusal or _check(part, start)
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
@@ -230,22 +211,14 @@ def _check_of_batch(subject: TrainingLoop, precision: str, start: LoopState) -> 
 
 
 def _can_split(subject: TrainingLoop) -> bool:
-    try:
+    with contextlib.suppress(BatchError):
         subject.first(1)
-    except BatchError:
-        return False
-    return True
+        return True
+    return False
 
 
 def _refused(code: str, reason: str, difference: float | None = None) -> SplitCheck:
     return SplitCheck(False, reason, difference, code=code)
-
-
-def _unknown_samples(subject: TrainingLoop) -> SplitCheck | None:
-    """Return a failed check if the number of samples is unknown, before any other reason."""
-    if unknown := subject.unknown:
-        return _refused(UNKNOWN, f"the number of samples of the batch is unknown: {unknown}")
-    return None
 
 
 def _check(subject: TrainingLoop, start: LoopState) -> SplitCheck:
@@ -255,24 +228,22 @@ def _check(subject: TrainingLoop, start: LoopState) -> SplitCheck:
         pieces = list(_unequal_split(subject))
     except BatchError as error:
         return _refused("split.not_sliceable", f"the batch cannot be split: {error.reason}")
-    with _restoring(start):
+    with start:
         shared = _shared_masks(subject)
     if shared:
         reason = f"samples share the random numbers drawn by {shared}, and micro-batches would draw different ones"
         return _refused("split.random", reason)
-    with _restoring(start):
-        verdict = _proof(subject, pieces)
-        if verdict.code:
-            return _refused(verdict.code, verdict.reason, verdict.difference)
+    with start:
+        difference = _proof(subject, pieces)
+        if isinstance(difference, SplitCheck):
+            return difference
         if shared is None:
             reason = "the random numbers drawn in a forward could not be counted, and samples may share some of them"
             return _refused("split.random", reason)
         if (other := _second_batch(subject)) is not None:
             second = _proof(other, list(_unequal_split(other)))
-            if second.code in _DIFFERS:
-                reason = f"{second.reason} (found on a second batch with other values)"
-                return _refused(second.code, reason, second.difference)
-    difference = verdict.difference or 0.0
+            if isinstance(second, SplitCheck) and second.code in _DIFFERS:
+                return replace(second, reason=f"{second.reason} (found on a second batch with other values)")
     reason = f"an unequal split changes no parameter's gradient by more than {difference:.1e} (limit {TOLERANCE:g})"
     return SplitCheck(True, reason, difference, code="split.proved")
 
@@ -286,15 +257,8 @@ def _second_batch(subject: TrainingLoop) -> TrainingLoop | None:
     return None if other is None else replace(subject, batch=other, example=None)
 
 
-# State --------------------------------------------------------------------------------------------------------------
-
-
-def _held(subject: TrainingLoop) -> LoopState:
-    return LoopState(subject.trained, subject.optimizer, loss_fn=own_loss(subject.loss_fn))
-
-
 def _watched(subject: TrainingLoop) -> LoopState:
-    """Return a snapshot of the current state for finding changes, with checksums of tensors that `_held` copies."""
+    """Return a snapshot of the current state for finding changes, with checksums of tensors that the caller copied."""
     state = subject.optimizer.state.values()
     held = {id(tensor) for each in state for tensor in each.values() if isinstance(tensor, Tensor)}
     return LoopState(
@@ -306,14 +270,6 @@ def _watched(subject: TrainingLoop) -> LoopState:
     )
 
 
-@contextlib.contextmanager
-def _restoring(start: LoopState) -> Iterator[None]:
-    try:
-        yield
-    finally:
-        start.restore()
-
-
 def _state_refusal(subject: TrainingLoop, precision: str, start: LoopState) -> SplitCheck | None:
     """Return a failed check if a second forward would change state again, or would change the result of the first.
 
@@ -321,13 +277,13 @@ def _state_refusal(subject: TrainingLoop, precision: str, start: LoopState) -> S
     forward overwrites with the same content (such as the last attention map, kept for inspection) is accepted.
     """
     model = subject.trained
-    with _restoring(start):
+    with start:
         move_last_bits(model, seed=0, epsilon=_MOVED)
         state = _watched(subject)
         require_own_forward(subject, precision)
         changed = _counted(state.changes())
     if not model.training:  # The model was passed in evaluation mode; find the changes of training mode.
-        with _restoring(start), _as_it_trains(model):
+        with start, _as_it_trains(model):
             move_last_bits(model, seed=0, epsilon=_MOVED)
             state = _watched(subject)
             # A failure in training mode is reported by the comparison of gradients.
@@ -346,7 +302,7 @@ def _changes_again(subject: TrainingLoop, start: LoopState) -> list[StateChange]
     """Return the state that a second forward changes again; None if the forward fails or gives another gradient."""
     whole = [(subject.batch, subject.rows)]
     masks = ModuleMasks(subject.trained, subject.rows)
-    with _restoring(start), _as_it_trains(subject.trained), dropout_off(subject.trained):
+    with start, _as_it_trains(subject.trained), dropout_off(subject.trained):
         move_last_bits(subject.trained, seed=0, epsilon=_MOVED)
         try:
             before, between = _gradient(subject, whole, masks), _watched(subject)
@@ -397,9 +353,6 @@ def _changes_refusal(changed: Sequence[StateChange]) -> SplitCheck:
     )
 
 
-# Random masks -------------------------------------------------------------------------------------------------------
-
-
 def _shared_masks(subject: TrainingLoop) -> str | None:
     """Return the places of random numbers that several samples share and the gradient depends on, or "".
 
@@ -446,8 +399,6 @@ def _matter(subject: TrainingLoop, batch: Any, draws: Sequence[MaskDraw]) -> boo
     return False
 
 
-# Gradients ----------------------------------------------------------------------------------------------------------
-
 Gradients = dict[str, Tensor]
 
 
@@ -459,7 +410,8 @@ def _unequal_split(subject: TrainingLoop) -> Iterator[tuple[Any, int]]:
         yield subject.batching.part(subject.batch, start, stop, rows), stop - start
 
 
-def _proof(subject: TrainingLoop, pieces: Sequence[tuple[Any, int]]) -> _Verdict:
+def _proof(subject: TrainingLoop, pieces: Sequence[tuple[Any, int]]) -> SplitCheck | float:
+    """Return the largest relative difference of a gradient that is only rounding, or a failed check."""
     model, whole_batch = subject.trained, [(subject.batch, subject.rows)]
     masks = ModuleMasks(model, subject.rows)
     with _as_it_trains(model), dropout_off(model):
@@ -468,27 +420,26 @@ def _proof(subject: TrainingLoop, pieces: Sequence[tuple[Any, int]]) -> _Verdict
         except Exception as error:
             _pass_on_memory(error)
             reason = f"the forward and backward failed in training mode with dropout disabled ({describe(error)})"
-            return _Verdict("split.whole_fails", reason)
+            return _refused("split.whole_fails", reason)
         sizes = norms(whole)
         if not 0 < total(sizes) < float("inf"):
             reason = "the gradient of the whole batch is zero, NaN or infinite, so gradients cannot be compared"
-            return _Verdict("split.no_gradient", reason)
+            return _refused("split.no_gradient", reason)
         try:
             split = _gradient(subject, pieces, masks)
         except UnmatchedMasks as error:
-            return _Verdict("split.random", str(error))
+            return _refused("split.random", str(error))
         except Exception as error:  # The user's model may reject a part of its batch with any exception.
             _pass_on_memory(error)
-            return _Verdict(
-                "split.part_fails", f"the forward and backward of a part of the batch failed ({describe(error)})"
-            )
+            reason = f"the forward and backward of a part of the batch failed ({describe(error)})"
+            return _refused("split.part_fails", reason)
         found = _within(subject, whole, sizes, split, masks)
         if found.is_rounding:
-            return _Verdict(difference=found.relative if found.ratio > 0 else 0.0)
+            return found.relative if found.ratio > 0 else 0.0
         repeat = _within(subject, whole, sizes, _gradient(subject, whole_batch, masks), masks)
         if not repeat.is_rounding:
             reason = f"the gradient of {repeat.name} differs between two equal forwards, although dropout is disabled"
-            return _Verdict("split.random", reason)
+            return _refused("split.random", reason)
         return _cause(subject, whole, sizes, pieces, found, masks)
 
 
@@ -525,7 +476,7 @@ def _cause(
     pieces: Sequence[tuple[Any, int]],
     found: Difference,
     masks: ModuleMasks,
-) -> _Verdict:
+) -> SplitCheck:
     """Return the reason for a different gradient, with a remedy if there is one.
 
     If the whole gradient is a weighted sum of the pieces' gradients, only the weights were wrong: weights of 1
@@ -540,16 +491,16 @@ def _cause(
         remedy = "Return trimtab.Summed(loss_sum, count) from the loss function to allow splitting"
         if all(abs(weight - 1) < _HALF_ROUNDING for weight in weights):
             reason = f"{text}, because the loss is a sum over samples. {remedy}"
-            return _Verdict("split.loss_is_sum", reason, found.relative)
+            return _refused("split.loss_is_sum", reason, found.relative)
         why = "because the loss is a mean over terms (such as tokens) and samples have different numbers of terms"
-        return _Verdict("split.token_mean", f"{text}, {why}. {remedy}", found.relative)
+        return _refused("split.token_mean", f"{text}, {why}. {remedy}", found.relative)
     halves = {p.dtype for p in subject.trained.parameters() if p.requires_grad and p.element_size() < _FP32_BYTES}
     if halves and found.relative < _HALF_ROUNDING:
         name = str(halves.pop()).removeprefix("torch.")
         why = f"because gradients of {name} weights are also accumulated in {name}. Keep the weights in fp32 to allow"
-        return _Verdict("split.half_weights", f"{text}, {why} splitting", found.relative)
+        return _refused("split.half_weights", f"{text}, {why} splitting", found.relative)
     reason = f"{text}, because the loss or the model couples samples"
-    return _Verdict("split.gradient_differs", reason, found.relative)
+    return _refused("split.gradient_differs", reason, found.relative)
 
 
 def _weights_that_fit(whole: Gradients, parts: Sequence[Gradients]) -> list[float] | None:
@@ -614,15 +565,6 @@ def _gradient(
     return found
 
 
-@contextlib.contextmanager
-def _as_it_trains(model: nn.Module) -> Iterator[None]:
+def _as_it_trains(model: nn.Module) -> contextlib.AbstractContextManager[None]:
     """Put a model in evaluation mode into training mode inside the context."""
-    modes: list[tuple[nn.Module, bool]] = []
-    if not model.training:
-        modes = [(module, module.training) for module in model.modules()]
-        model.train()
-    try:
-        yield
-    finally:
-        for module, mode in modes:
-            module.training = mode
+    return contextlib.nullcontext() if model.training else in_mode(model, training=True)

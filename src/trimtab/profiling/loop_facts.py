@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import torch
@@ -30,7 +31,9 @@ def loop_facts(
         hooks: gradient hooks; None: the hooks found in the model.
     """
     parameters = list(model.parameters())
-    head, bitwise_only = _largest(heads), bitwise_reason(gradient_hooks(model) if hooks is None else hooks)
+    bitwise_only = bitwise_reason(gradient_hooks(model) if hooks is None else hooks)
+    sizes = [(tokens, head.out_features) for head, tokens in heads.items() if tokens]
+    largest = max(sizes, key=math.prod, default=None)
     return LoopFacts(
         num_parameters=sum(p.numel() for p in parameters),
         trainable_parameters=sum(p.numel() for p in parameters if p.requires_grad),
@@ -47,8 +50,8 @@ def loop_facts(
         is_fused=is_fused(optimizer),
         layout="channels_last" if is_channels_last(model) else "contiguous",
         is_compiled=is_compiled(model),
-        head_tokens=head and head[0],
-        head_words=head and head[1],
+        head_tokens=largest and largest[0],
+        head_words=largest and largest[1],
     )
 
 
@@ -58,9 +61,3 @@ def with_tested_step(facts: LoopFacts, optimizer: torch.optim.Optimizer) -> Loop
         return facts
     refusal = f"the fused step of {facts.optimizer} differs from its unfused step on this machine: {difference}"
     return replace(facts, supports_fused=False, fused_refusal=refusal)
-
-
-def _largest(heads: dict[LossHead, int]) -> tuple[int, int] | None:
-    """Return (tokens, words) of the loss head with the largest logits; None without a head."""
-    sizes = [(tokens, head.out_features) for head, tokens in heads.items() if tokens]
-    return max(sizes, key=lambda size: size[0] * size[1], default=None)

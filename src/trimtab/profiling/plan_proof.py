@@ -5,8 +5,8 @@ all settings: split, recomputation, loss head, memory format, fused step, compil
 are compared, and every parameter, buffer and tensor of optimizer state after the second step, whose batch has other
 values.
 
-The comparison is made in fp32, within a tolerance of rounding (`rounding_tolerance`), and then in the planned precision, within
-a tolerance derived from the unchanged loop in that precision with weights perturbed in their last bit. Both loops use
+The comparison is made in fp32, within a tolerance of rounding (`rounding_tolerance`), and then in the planned
+precision, within a tolerance derived from the unchanged loop with weights perturbed in their last bit. Both loops use
 the same random numbers if the plan neither splits, compiles nor changes the memory format (masks are drawn in memory
 order); otherwise dropout is disabled in both.
 """
@@ -93,45 +93,11 @@ _FP32 = Tolerance(relative=1e-4, moved=1e-3, times=30.0, most=0.3)
 _REDUCED = Tolerance(relative=0.02, moved=0.05, times=4.0, most=0.9)
 
 
-class _LoopResults:
-    """Copies of a loop's results: gradients of the first step, and the state after the second."""
-
-    def __init__(self) -> None:
-        self.gradients: dict[str, Tensor] = {}
-        self.after: dict[str, Tensor] = {}
-
-    def see_gradients(self, gradients: Mapping[str, Tensor]) -> None:
-        """Copy the gradients of the first step."""
-        self.gradients = {name: host_copy(each) for name, each in gradients.items()}
-
-    def see_state(self, state: Mapping[str, Tensor]) -> None:
-        """Copy the state after the second step."""
-        self.after = {name: host_copy(each) for name, each in state.items()}
-
-    def clear(self) -> None:
-        """Free the copies."""
-        self.gradients, self.after = {}, {}
-
-
-class _Distances:
-    """Distances of a loop's results from copies, computed without copying."""
-
-    def __init__(self, copies: _LoopResults) -> None:
-        self._copies = copies
-        self.gradients: Norms = {}
-        self.after: Norms = {}
-
-    def see_gradients(self, gradients: Mapping[str, Tensor]) -> None:
-        """Compare the gradients of the first step."""
-        self.gradients = distances(self._copies.gradients, gradients)
-
-    def see_state(self, state: Mapping[str, Tensor]) -> None:
-        """Compare the state after the second step."""
-        self.after = distances(self._copies.after, state)
-
-
-_Seen = _LoopResults | _Distances
-_Loop = Callable[[_Seen], None]
+# Receives "gradients" of the first step and then "state" after the second, each by the name of a tensor.
+_See = Callable[[str, Mapping[str, Tensor]], None]
+_Loop = Callable[[_See], None]
+_Copies = dict[str, dict[str, Tensor]]
+_Apart = dict[str, Norms]
 
 
 @dataclass(frozen=True)
@@ -164,7 +130,7 @@ def prove(
         reference: the loop's own settings.
         step_s: seconds per step of the loop; a long step is proved on fewer samples.
     """
-    changed = tuple(name for name in SETTINGS if getattr(candidate, name) != getattr(reference, name))
+    changed = _changed(candidate, reference)
     samples = _samples(subject.rows, candidate, step_s)
     state = start or LoopState(subject.trained, subject.optimizer, loss_fn=own_loss(subject.loss_fn))
     while True:
@@ -173,7 +139,8 @@ def prove(
             tried = _scaled(candidate, subject.rows, samples)
             with contextlib.ExitStack() as stack:
                 stack.callback(state.restore)
-                return _prove(_smaller(subject, samples), tried, own, changed, state)
+                smaller = subject if samples >= subject.rows else replace(subject.first(samples), example=None)
+                return _prove(smaller, tried, own, changed, state)
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
@@ -195,7 +162,7 @@ def refuted_settings(
     If the proof holds without a setting, that setting is the cause. Otherwise the causes are all settings that fail
     alone, or all changed settings if none does.
     """
-    changed = [name for name in SETTINGS if getattr(candidate, name) != getattr(reference, name)]
+    changed = _changed(candidate, reference)
 
     def holds(tried: Candidate) -> bool:
         return prove(subject, tried, reference, step_s, start).holds
@@ -205,8 +172,12 @@ def refuted_settings(
             if holds(replace(candidate, **{name: getattr(reference, name)})):
                 return (name,)
         alone = [name for name in changed if not holds(replace(reference, **{name: getattr(candidate, name)}))]
-        return tuple(alone or changed)
-    return tuple(changed)
+        return tuple(alone) or changed
+    return changed
+
+
+def _changed(candidate: Candidate, reference: Candidate) -> tuple[str, ...]:
+    return tuple(name for name in SETTINGS if getattr(candidate, name) != getattr(reference, name))
 
 
 def with_proof(
@@ -223,7 +194,11 @@ def with_proof(
         return profile, True
     progress(f"proving the plan: {candidate.describe()}")
     reference, step_s = profile.reference_candidate, sum(profile.phases_s.values())
-    proof = _proof_or_error(subject, candidate, reference, step_s, start)
+    try:
+        proof = prove(subject, candidate, reference, step_s, start)
+    except Exception as error:  # Treated like a failed proof.
+        reason = f"the comparison itself failed ({describe(error)})"
+        proof = Proof(False, reason, _ERROR, _changed(candidate, reference))
     profile = replace(profile, proofs=(*profile.proofs, ProvedCandidate(candidate, proof)))
     if proof.code == "proof.out_of_memory" or (candidate == reference and proof.code in ("proof.differs", _NON_FINITE)):
         text = f"The plan could not be proved equivalent to your loop: {proof.reason}."
@@ -249,19 +224,6 @@ def with_proof(
         if name == "micro_batch":
             profile = replace(profile, check=SplitCheck(False, proof.reason, code="split.plan_differs"))
     return profile, False
-
-
-def _proof_or_error(
-    subject: TrainingLoop, candidate: Candidate, reference: Candidate, step_s: float, start: LoopState
-) -> Proof:
-    try:
-        return prove(subject, candidate, reference, step_s, start)
-    except Exception as error:  # Treated like a failed proof.
-        changed = tuple(name for name in SETTINGS if getattr(candidate, name) != getattr(reference, name))
-        return Proof(False, f"the comparison itself failed ({describe(error)})", _ERROR, changed)
-
-
-# Size of the proof --------------------------------------------------------------------------------------------------
 
 
 def _samples(rows: int, candidate: Candidate, step_s: float | None) -> int:
@@ -290,22 +252,18 @@ def _scaled_micro_batch(micro_batch: int, rows: int, samples: int) -> int:
     return min(alike, key=lambda size: abs(size - wanted), default=max(1, int(wanted)))
 
 
-def _smaller(subject: TrainingLoop, samples: int) -> TrainingLoop:
-    if samples >= subject.rows:
-        return subject
-    return replace(subject.first(samples), example=None)
-
-
-# The proof ----------------------------------------------------------------------------------------------------------
-
-
 def _prove(
     subject: TrainingLoop, candidate: Candidate, own_pieces: int, changed: tuple[str, ...], start: LoopState
 ) -> Proof:
     found: list[tuple[Difference, int]] = []
     precisions: list[str] = []
-    batches = _two_batches(subject)
-    drawing = _drawing(subject)
+    second = subject.second
+    if second is None:
+        second = other_values(subject.batch, subject.rows, subject.rows, subject.batching)
+    batches = subject.batch, subject.batch if second is None else second
+    drawing = set[nn.Module]()
+    with contextlib.suppress(Exception):  # The unchanged loop fails too, and that error is reported.
+        drawing = drawing_modules(subject.trained, subject.loss)
     for precision, comparison in _comparisons(subject, candidate, own_pieces):
         proof = _compared(subject, start, batches, precision, comparison, changed, drawing)
         unusable = isinstance(proof, Proof) and proof.code in ("proof.baseline_failed", _NON_FINITE)
@@ -331,13 +289,6 @@ def _prove(
     return Proof(True, reason, "proof.holds", changed, names, tensors, largest.ratio)
 
 
-def _drawing(subject: TrainingLoop) -> set[nn.Module]:
-    """Return the modules outside torch that apply random dropout in a forward; an empty set if the forward fails."""
-    with contextlib.suppress(Exception):  # The unchanged loop fails too, and that error is reported.
-        return drawing_modules(subject.trained, subject.loss)
-    return set()
-
-
 def _comparisons(subject: TrainingLoop, candidate: Candidate, own_pieces: int) -> Iterator[tuple[str, _Comparison]]:
     """Yield (precision, comparison): in fp32, then in the planned precision.
 
@@ -360,6 +311,55 @@ def _comparisons(subject: TrainingLoop, candidate: Candidate, own_pieces: int) -
         yield candidate.precision, _Comparison(candidate, own, drops=may_drop(candidate))
 
 
+@dataclass(frozen=True)
+class _TwoSteps:
+    """Two optimizer steps of the unchanged loop or of the plan, always from the same state."""
+
+    subject: TrainingLoop
+    start: LoopState
+    batches: Sequence[Any]
+    precision: str
+    comparison: _Comparison
+    drawing: Collection[nn.Module]
+
+    def plain(self, see: _See) -> None:
+        _plain_steps(self.subject, self.batches, self.precision, self.comparison.pieces, see)
+
+    def planned(self, see: _See) -> None:
+        _planned_steps(self.subject, self.comparison.candidate, self.batches, see)
+
+    def copies(self, loop: _Loop) -> _Copies:
+        """Return host copies of a loop's results."""
+        found: _Copies = {}
+
+        def see(kind: str, tensors: Mapping[str, Tensor]) -> None:
+            found[kind] = {name: host_copy(each) for name, each in tensors.items()}
+
+        self._run(loop, see, moves=False)
+        return found
+
+    def apart(self, others: _Copies, loop: _Loop, *, moves: bool = False) -> _Apart:
+        """Return the distances of a loop's results from copies, without copying; `moves` perturbs the weights."""
+        found: _Apart = {}
+
+        def see(kind: str, tensors: Mapping[str, Tensor]) -> None:
+            found[kind] = distances(others[kind], tensors)
+
+        self._run(loop, see, moves=moves)
+        return found
+
+    def _run(self, loop: _Loop, see: _See, *, moves: bool) -> None:
+        self.start.restore()
+        model = self.subject.trained
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(_subject_with_rate(self.subject))
+            if not self.comparison.drops:
+                stack.enter_context(dropout_off(model, self.drawing))
+            if moves:
+                stack.enter_context(last_bits_moved(model, seed=1, epsilon=_LAST_BIT.get(self.precision, 0.0)))
+            loop(see)
+
+
 def _compared(
     subject: TrainingLoop,
     start: LoopState,
@@ -371,28 +371,9 @@ def _compared(
 ) -> tuple[Difference, int] | Proof:
     """Return the largest difference and the number of compared tensors, or a failed proof."""
 
-    def steps(loop: _Loop, seen: _Seen) -> None:
-        start.restore()
-        is_random = contextlib.nullcontext() if comparison.drops else dropout_off(subject.trained, drawing)
-        with _subject_with_rate(subject), is_random:
-            loop(seen)
-
-    def plain(seen: _Seen) -> None:
-        _plain_steps(subject, batches, precision, comparison.pieces, seen)
-
-    def planned(seen: _Seen) -> None:
-        _planned_steps(subject, comparison.candidate, batches, seen)
-
-    def moved(loop: _Loop) -> _Loop:
-        def run(seen: _Seen) -> None:
-            with last_bits_moved(subject.trained, seed=1, epsilon=_LAST_BIT.get(precision, 0.0)):
-                loop(seen)
-
-        return run
-
-    expected, found = _LoopResults(), _LoopResults()
+    steps = _TwoSteps(subject, start, batches, precision, comparison, drawing)
     try:
-        steps(plain, expected)
+        expected = steps.copies(steps.plain)
     except Exception as error:
         return _failed("proof.baseline_failed", "your loop", error, changed)
     start.restore()
@@ -400,28 +381,21 @@ def _compared(
     if name := judge.non_finite():
         reason = f"two optimizer steps of your loop in {precision} make {name} NaN or infinite"
         return Proof(False, reason, _NON_FINITE, changed)
-    apart = _Distances(expected)
     try:
-        steps(planned, apart)
+        apart = steps.apart(expected, steps.planned)
     except Exception as error:
         return _failed("proof.failed", "the plan", error, changed)
     difference = judge.largest(apart)
     if not difference.is_rounding:
-        again = _Distances(expected)
-        steps(plain, again)
-        if name := judge.not_reproducible(again):
+        if name := judge.not_reproducible(steps.apart(expected, steps.plain)):
             reason = f"two runs of your loop from the same state differ in the gradient of {name}"
             return Proof(False, reason, "proof.not_reproducible", changed)
-        rounding = _Distances(expected)  # The rounding errors of both loops, as long as they may explain more.
-        steps(moved(plain), rounding)
-        judge.learn(rounding)
+        # The rounding errors of both loops, as long as they may explain more.
+        judge.learn(steps.apart(expected, steps.plain, moves=True))
         difference = judge.largest(apart)
     if not difference.is_rounding:
         expected.clear()  # Avoids holding two copies at a time.
-        steps(planned, found)
-        rounding = _Distances(found)
-        steps(moved(planned), rounding)
-        judge.learn(rounding)
+        judge.learn(steps.apart(steps.copies(steps.planned), steps.planned, moves=True))
         difference = judge.largest(apart)
     if difference.is_rounding:
         return difference, judge.num_tensors
@@ -447,20 +421,16 @@ class _Judge:
         expected: results of the unchanged loop; only norms are kept.
     """
 
-    def __init__(self, tolerance: Tolerance, before: Mapping[str, Tensor], expected: _LoopResults) -> None:
-        self._tolerance = tolerance
-        self._sizes = norms(expected.gradients)
-        known = {name: each for name, each in before.items() if name in expected.after}
+    def __init__(self, tolerance: Tolerance, before: Mapping[str, Tensor], expected: _Copies) -> None:
+        self._tolerance, after = tolerance, expected["state"]
+        self._sizes, self.num_tensors = norms(expected["gradients"]), len(after)
+        known = {name: each for name, each in before.items() if name in after}
         self._before = finite_norms(known)
         # Optimizer state created in the first step moved from zero.
-        self._moved = finite_norms(expected.after) | distances(known, expected.after)
-        self._epsilons = {name: _epsilon(each) for name, each in expected.after.items()}
-        self._of_gradients, self._of_state = (dict.fromkeys(each, 0.0) for each in (self._sizes, self._moved))
-
-    @property
-    def num_tensors(self) -> int:
-        """Number of compared tensors of state."""
-        return len(self._moved)
+        self._moved = finite_norms(after) | distances(known, after)
+        floats = {name: each for name, each in after.items() if each.is_floating_point() or each.is_complex()}
+        self._epsilons = {name: torch.finfo(each.dtype).eps for name, each in floats.items()}
+        self._rounding = {kind: dict.fromkeys(tensors, 0.0) for kind, tensors in expected.items()}
 
     def non_finite(self) -> str:
         """Return the name of a gradient or once finite parameter that the unchanged loop made NaN or infinite, or "".
@@ -471,33 +441,33 @@ class _Judge:
         parameters = (name for name in self._sizes if not math.isfinite(self._moved.get(name, 0.0)))
         return next(itertools.chain(names, parameters), "")
 
-    def not_reproducible(self, again: _Distances) -> str:
+    def not_reproducible(self, again: _Apart) -> str:
         """Return a parameter whose gradient differs in a second run of the unchanged loop, or "".
 
         Differences in rounding, as from atomic additions on a GPU, are accepted.
         """
         least = 1e-5 * total(self._sizes)
         found = largest_difference(
-            again.gradients, {name: 1e-4 * size + least for name, size in self._sizes.items()}, self._sizes
+            again["gradients"], {name: 1e-4 * size + least for name, size in self._sizes.items()}, self._sizes
         )
         return "" if found.is_rounding else found.name
 
-    def learn(self, rounding: _Distances) -> None:
+    def learn(self, rounding: _Apart) -> None:
         """Record a loop's rounding errors: distances between its results with and without perturbed weights."""
-        for known, seen in ((self._of_gradients, rounding.gradients), (self._of_state, rounding.after)):
-            known.update({name: max(seen.get(name, 0.0), size) for name, size in known.items()})
+        for kind, known in self._rounding.items():
+            known.update({name: max(rounding[kind].get(name, 0.0), size) for name, size in known.items()})
 
-    def largest(self, apart: _Distances) -> Difference:
+    def largest(self, apart: _Apart) -> Difference:
         """Return the largest difference from another loop, relative to the tolerance."""
-        gradients = largest_difference(apart.gradients, self._allowed_of_gradients(), self._sizes)
-        after = largest_difference(apart.after, self._allowed_of_state(), self._moved)
+        gradients = largest_difference(apart["gradients"], self._allowed_of_gradients(), self._sizes)
+        after = largest_difference(apart["state"], self._allowed_of_state(), self._moved)
         return max(replace(gradients, name=f"the gradient of {gradients.name}"), after, key=lambda each: each.ratio)
 
     def _allowed_of_gradients(self) -> Norms:
         """Return the tolerance of each gradient."""
         least, allowed = _SMALLEST * total(self._sizes), self._tolerance.relative
         return {
-            name: allowed * size + least + self._explained(self._of_gradients[name], size, name)
+            name: allowed * size + least + self._explained(self._rounding["gradients"][name], size, name)
             for name, size in self._sizes.items()
         }
 
@@ -505,10 +475,10 @@ class _Judge:
         """Return the tolerance of each parameter, buffer and tensor of optimizer state."""
         allowed: Norms = {}
         for name, moved in self._moved.items():
-            rounding = 4 * self._epsilons[name] * self._before.get(name, 0.0)
+            rounding = 4 * self._epsilons.get(name, 0.0) * self._before.get(name, 0.0)
             # Less than the whole distance moved, or a tensor that never moves would pass.
             rounding = min(rounding, _MOST_ROUNDING * moved)
-            explained = self._explained(self._of_state[name], moved, name.rpartition(_STATE_OF)[2])
+            explained = self._explained(self._rounding["state"][name], moved, name.rpartition(_STATE_OF)[2])
             allowed[name] = self._tolerance.moved * moved + max(rounding, explained)
         return allowed
 
@@ -521,27 +491,13 @@ class _Judge:
         """
         explained, gradient = self._tolerance.times * rounding, self._sizes.get(parameter)
         if gradient is not None:
-            is_rounding = gradient < _MANY_TIMES * self._of_gradients[parameter]
+            is_rounding = gradient < _MANY_TIMES * self._rounding["gradients"][parameter]
             if is_rounding and gradient < _NEAR_ZERO * total(self._sizes):
                 return explained
         return min(explained, self._tolerance.most * size)
 
 
-def _epsilon(tensor: Tensor) -> float:
-    return torch.finfo(tensor.dtype).eps if tensor.is_floating_point() or tensor.is_complex() else 0.0
-
-
-# The two loops ------------------------------------------------------------------------------------------------------
-
-
-def _two_batches(subject: TrainingLoop) -> tuple[Any, Any]:
-    if subject.second is not None:
-        return subject.batch, subject.second
-    other = other_values(subject.batch, subject.rows, subject.rows, subject.batching)
-    return subject.batch, subject.batch if other is None else other
-
-
-def _plain_steps(subject: TrainingLoop, batches: Sequence[Any], precision: str, pieces: int, seen: _Seen) -> None:
+def _plain_steps(subject: TrainingLoop, batches: Sequence[Any], precision: str, pieces: int, see: _See) -> None:
     """Train two steps in a plain loop."""
     optimizer, device = subject.optimizer, subject.device
     # Another scale than a run's initial one: a non-linear backward would compute other gradients with it.
@@ -552,7 +508,7 @@ def _plain_steps(subject: TrainingLoop, batches: Sequence[Any], precision: str, 
             _accumulate(subject, batch, precision, pieces, scaler)
             scaler.unscale_(optimizer)
             if index == 0:  # Gradients of the last attempt, which did not overflow.
-                seen.see_gradients(_gradients(subject))
+                see("gradients", _gradients(subject))
             if subject.clip_norm is not None:
                 torch.nn.utils.clip_grad_norm_([p for _, p in _trained(subject)], subject.clip_norm)
             scale = scaler.get_scale()
@@ -562,7 +518,7 @@ def _plain_steps(subject: TrainingLoop, batches: Sequence[Any], precision: str, 
                 break
             for name, buffer in subject.trained.named_buffers():  # A run also restores the buffers of a skipped step.
                 buffer.copy_(held[name])
-    seen.see_state(_state(subject))
+    see("state", _state(subject))
 
 
 def _accumulate(subject: TrainingLoop, batch: Any, precision: str, pieces: int, scaler: torch.amp.GradScaler) -> None:
@@ -585,22 +541,22 @@ def _accumulate(subject: TrainingLoop, batch: Any, precision: str, pieces: int, 
                 parameter.grad /= or_one(count)
 
 
-def _planned_steps(subject: TrainingLoop, candidate: Candidate, batches: Sequence[Any], seen: _Seen) -> None:
+def _planned_steps(subject: TrainingLoop, candidate: Candidate, batches: Sequence[Any], see: _See) -> None:
     """Train two steps in a run of the plan."""
     first, second = batches
     with subject.start(candidate) as run:
         for _ in range(_MOST_SCALES):
             run.accumulate(run.window(first), subject.loss_fn)
             run.unscale()
-            seen.see_gradients(_gradients(subject))
+            see("gradients", _gradients(subject))
             if run.step():
                 break
         steps = run.applied_steps
         for _ in range(_MOST_SCALES):
-            run.train_step(run.window(second), subject.loss_fn)
+            subject.step(run, second)
             if run.applied_steps > steps:
                 break
-    seen.see_state(_state(subject))
+    see("state", _state(subject))
 
 
 def _trained(subject: TrainingLoop) -> list[tuple[str, Tensor]]:

@@ -9,8 +9,8 @@ import itertools
 import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +27,7 @@ from trimtab.core.profile import (
     RecomputableBlocks,
     TracedBlocks,
     TracedCandidate,
+    Trial,
     is_final,
 )
 from trimtab.core.progress import silent
@@ -36,7 +37,7 @@ from trimtab.measure.machine import device_spec, environment
 from trimtab.measure.timing import PhaseClock, time_call
 from trimtab.nn import LossHead
 from trimtab.planner.recommendations import padded_vocabulary
-from trimtab.planner.search import is_hurried, next_recomputables, next_stage, next_traces
+from trimtab.planner.search import SearchPhase, is_hurried, next_recomputables, next_stage, next_traces
 from trimtab.planner.search_space import put_first
 from trimtab.planner.statistics import ratio_interval
 from trimtab.profiling.block_profile import measure_recomputable, num_steps
@@ -53,12 +54,11 @@ from trimtab.profiling.measurement_notes import (
     report_not_restorable,
 )
 from trimtab.profiling.plan_proof import with_proof
-from trimtab.profiling.planning_lock import one_at_a_time
 from trimtab.profiling.sample_batches import SampledBatches, draw_some, waiting_s
 from trimtab.profiling.smoke_test import CrashTest
 from trimtab.profiling.step_counts import count_step, is_of_loss, require_plain_step
 from trimtab.profiling.target_device import trace_blocks_for_others
-from trimtab.profiling.training_loop import TrainingLoop
+from trimtab.profiling.training_loop import TrainingLoop, one_at_a_time
 from trimtab.profiling.trials import TrialPower, run_stage
 from trimtab.settings.compiled import is_compiled
 from trimtab.settings.loss_chunk import count_head_tokens
@@ -71,6 +71,9 @@ from trimtab.state.peak_memory import forget_peak, is_profiled
 from trimtab.training.out_of_memory import is_out_of_memory
 from trimtab.training.user_hooks import ForwardHookCollector, GradientHook, gradient_hooks, in_words, require_plannable
 from trimtab.training.window_snapshot import bytes_to_begin_anew
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 def split_check_and_hooks(
@@ -90,7 +93,8 @@ def split_check_and_hooks(
     try:
         check = check_splitting(subject, precision, start)
         if hooks:
-            check = replace(check, splittable=False, reason=_of_hooks(hooks), code="split.hooks")
+            reason = f"the model has {in_words(hooks)}, which would receive the gradients of micro-batches"
+            check = replace(check, splittable=False, reason=reason, code="split.hooks")
         return check, hooks
     except Exception as error:
         if isinstance(error, TrimtabError) and not is_of_loss(error):
@@ -125,29 +129,20 @@ def _hooks_of_own_step(subject: TrainingLoop, precision: str) -> tuple[GradientH
         subject.optimizer.step()
     except Exception as error:
         if not is_out_of_memory(error):
-            raise _failed(subject, error) from error
+            name = type(subject.optimizer).__name__
+            raise OptimizerError(
+                "optimizer",
+                got=describe(error),
+                expected="an optimizer whose step() takes no argument",
+                problem=f"{name}.step() failed after the backward ({describe(error)}).",
+                hint="Run loss_fn(model, batch).backward() and optimizer.step() yourself, and correct the error. An "
+                "optimizer whose step() takes a closure cannot be planned (docs/own_loop.md).",
+                code="optimizer.step_failed",
+            ) from error
     else:
         drop_gradients(subject.optimizer, between_steps=True)
     return tuple(watch.found)
 
-
-def _of_hooks(hooks: tuple[GradientHook, ...]) -> str:
-    return f"the model has {in_words(hooks)}, which would receive the gradients of micro-batches"
-
-
-def _failed(subject: TrainingLoop, error: Exception) -> OptimizerError:
-    return OptimizerError(
-        "optimizer",
-        got=describe(error),
-        expected="an optimizer whose step() takes no argument",
-        problem=f"{type(subject.optimizer).__name__}.step() failed after the backward ({describe(error)}).",
-        hint="Run loss_fn(model, batch).backward() and optimizer.step() yourself, and correct the error. An optimizer "
-        "whose step() takes a closure cannot be planned (docs/own_loop.md).",
-        code="optimizer.step_failed",
-    )
-
-
-# Time that a padded vocabulary would save: the matrix products of the head, timed with both numbers of columns.
 
 MIN_WORDS = 4_096  # With fewer columns, the head's time is negligible.
 _TOKENS, _PAIRS = 512, 5
@@ -202,7 +197,25 @@ _PHASE_STEPS, _PHASES_S = 3, 3.0
 _NO_TIME = "the planning time was used up before the blocks were measured"
 
 
+def _with_typed_errors(function: Callable[P, R]) -> Callable[P, R]:
+    """Decorate a planning function so that every error but those of the progress callback is a `TrimtabError`."""
+
+    @functools.wraps(function)
+    def typed(*args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            return function(*args, **kwargs)
+        except CallbackError as end:
+            raise end.error from None
+        except TrimtabError:
+            raise
+        except Exception as error:
+            raise planning_failed(error) from error
+
+    return typed
+
+
 @one_at_a_time
+@_with_typed_errors
 def profile_loop(
     subject: TrainingLoop,
     reference: Reference,
@@ -227,43 +240,11 @@ def profile_loop(
     """
     _require_no_profiler()
     _require_initialized(subject.trained)
-    try:
-        return _profile(
-            subject,
-            reference,
-            objective,
-            budget,
-            data=data,
-            total_steps=total_steps,
-            num_blocks=num_blocks,
-            traces=traces,
-            metered=metered,
-            progress=progress_with_callback_errors(progress),
-        )
-    except CallbackError as end:
-        raise end.error from None
-    except TrimtabError:
-        raise
-    except Exception as error:
-        raise planning_failed(error) from error
-
-
-def _profile(
-    subject: TrainingLoop,
-    reference: Reference,
-    objective: Objective,
-    budget: Budget,
-    *,
-    data: Iterable[Any] | None,
-    total_steps: int | None,
-    num_blocks: int,
-    traces: bool,
-    metered: SelectedMeter | None,
-    progress: Callable[[str], None],
-) -> Profile:
     start, notes = time.perf_counter(), Notes()
+    progress = progress_with_callback_errors(progress)
     is_asked = objective.energy > 0 or budget.energy is not None
     metered = with_idle(metered) if metered is not None and is_asked else metered
+    power = None if metered is None or metered.facts.is_absent else TrialPower(metered.meter, is_asked)
     with unchanged_by(own_loss(subject.loss_fn), subject.trained, subject.optimizer) as snapshot:
         drawn = SampledBatches() if data is None else draw_some(subject, data, notes)
         subject = replace(subject, second=drawn.batch)
@@ -273,11 +254,9 @@ def _profile(
             kept = functools.partial(bytes_to_begin_anew, subject.trained)
             what = "the memory that a run holds for repeating a step was not measured"
             subject = replace(subject, start_bytes=notes.attempt("memory.not_counted", what, kept, 0))
-        facts = _facts(subject, reference.precision, notes, hooks)
-        device = device_spec(subject.device)
         profile = Profile(
-            device,
-            facts,
+            device_spec(subject.device),
+            replace(_facts(subject, reference.precision, notes, hooks), longest=drawn.longest),
             check,
             reference,
             environment=environment(has_gpu=subject.device.type == "cuda"),
@@ -287,22 +266,13 @@ def _profile(
             adapts_batch_size=subject.adapts_batch_size,
             meter=NO_METER if metered is None else metered.facts,
         )
-        phases, num_faults = _phases_or_none(subject, profile.reference_candidate, notes)
-        fault_s = page_faults.fault_s() if facts.can_retain else None
-        facts = replace(facts, faults_per_step=num_faults, fault_s=fault_s, longest=drawn.longest)
-        profile = replace(profile, loop=facts, phases_s=phases)
-        power = None if metered is None or metered.facts.is_absent else TrialPower(metered.meter, is_asked)
-        profile = _search(
-            subject, profile, num_blocks, progress, snapshot, traces=traces, start=start, power=power, notes=notes
-        )
-        profile = _with_padding(subject, profile, notes)
-        if traces:
-            profile = _with_traces_for_others(subject, profile, progress, notes)
+        profile = _Search(subject, snapshot, notes, progress, num_blocks, power, start, traces=traces).run(profile)
         report_not_restorable(snapshot.not_restorable(), notes)
     forget_peak(subject.device)  # The peak of candidates; a run measures its own.
-    if drawn.seconds is not None and phases:
-        phases = {"data": waiting_s(drawn.seconds, phases, data)} | phases
-    return replace(profile, phases_s=phases, notes=notes.found, profiling_s=time.perf_counter() - start)
+    if drawn.seconds is not None and profile.phases_s:
+        waits_s = waiting_s(drawn.seconds, profile.phases_s, data)
+        profile = replace(profile, phases_s={"data": waits_s, **profile.phases_s})
+    return replace(profile, notes=notes.found, profiling_s=time.perf_counter() - start)
 
 
 def _require_no_profiler() -> None:
@@ -332,126 +302,119 @@ def _require_initialized(model: nn.Module) -> None:
             )
 
 
-def _with_traces_for_others(
-    subject: TrainingLoop, profile: Profile, progress: Callable[[str], None], notes: Notes
-) -> Profile:
-    """Return the profile with traces for target devices."""
+@dataclass
+class _Search:
+    """The measurements of a loop that the planner requests.
 
-    def steps() -> tuple[TracedCandidate, ...]:
-        return trace_for_others(subject, profile, progress)
+    Args:
+        snapshot: the loop's state before planning.
+        num_blocks: requested blocks per candidate.
+        power: power measurement; None without a meter.
+        start: time at which planning began, in seconds of `time.perf_counter`.
+        traces: True to trace for target devices too.
+    """
 
-    def blocks() -> tuple[TracedBlocks, ...]:
-        return trace_blocks_for_others(subject, with_steps, progress)
+    subject: TrainingLoop
+    snapshot: LoopState
+    notes: Notes
+    progress: Callable[[str], None]
+    num_blocks: int
+    power: TrialPower | None
+    start: float
+    traces: bool
+    guard: CrashTest = field(init=False)
 
-    what = "steps were not traced for other devices"
-    with_steps = replace(profile, target_device_traces=notes.attempt("traces.not_made", what, steps, ()))
-    what = "blocks were not traced for other devices"
-    return replace(with_steps, target_device_blocks=notes.attempt("traces.not_made", what, blocks, ()))
+    def run(self, profile: Profile) -> Profile:
+        """Return the profile with phases, traces, trials and the proof of the plan."""
+        what = "the phases of a step were not timed"
+        measured = functools.partial(measure_phases, self.subject, profile.reference_candidate)
+        none: tuple[dict[str, float], float | None] = ({}, None)
+        phases, num_faults = self.notes.attempt("phases.not_timed", what, measured, none)
+        fault_s = page_faults.fault_s() if profile.loop.can_retain else None
+        facts = replace(profile.loop, faults_per_step=num_faults, fault_s=fault_s)
+        gc.collect()  # Objects in reference cycles, such as a loader's workers, may take long to end in a fork.
+        self.guard = CrashTest(self.subject, profile.reference_candidate)
+        profile = self._with_padding(self._search(replace(profile, loop=facts, phases_s=phases)))
+        return self._with_traces_for_others(profile) if self.traces else profile
 
+    def _search(self, profile: Profile) -> Profile:
+        objective, budget, always = profile.objective, profile.budget, self.traces
+        asked: set[Candidate] = set()
+        while True:
+            self.snapshot.restore()  # Also undoes changes that the checks before the first phase left in the loss.
+            spent_s = time.perf_counter() - self.start
+            profile = replace(profile, over_time_budget=profile.over_time_budget or is_hurried(profile, spent_s))
+            wanted = [each for each in next_traces(profile, objective, budget, always=always) if each not in asked]
+            if wanted:
+                asked.update(wanted)
+                found = trace_candidates(self.subject, wanted, self.progress, self.guard, self.notes)
+                profile = replace(profile, traces=profile.traces + found)
+                continue
+            stage = next_stage(profile, objective, budget)
+            if blocks := next_recomputables(profile, stage, objective, budget, always=always):
+                needed = blocks
+                step_s = (profile.run_s or 0.0) / (profile.total_steps or 1)
+                if is_hurried(profile, spent_s, steps=len(blocks) * num_steps(step_s)):
+                    hurried = replace(profile, over_time_budget=True)
+                    needed = next_recomputables(hurried, stage, objective, budget, always=always)
+                profile = self._with_blocks(profile, blocks, needed)
+            elif stage is None:
+                profile, is_over = with_proof(self.subject, profile, self.progress, self.snapshot)
+                if is_over:
+                    return profile
+            else:
+                profile = profile.with_trials(self._trials(profile, stage, spent_s))
 
-def _search(
-    subject: TrainingLoop,
-    profile: Profile,
-    num_blocks: int,
-    progress: Callable[[str], None],
-    snapshot: LoopState,
-    *,
-    traces: bool,
-    start: float,
-    power: TrialPower | None,
-    notes: Notes,
-) -> Profile:
-    """Return the profile with all traces and trials that the search requests."""
-    objective, budget = profile.objective, profile.budget
-    asked: set[Candidate] = set()
-    gc.collect()  # Objects in reference cycles, such as a loader's workers, may take long to end in a forked process.
-    guard = CrashTest(subject, profile.reference_candidate)
-    while True:
-        snapshot.restore()  # Also undoes changes that the checks before the first phase left in the loss.
-        spent_s = time.perf_counter() - start
-        profile = replace(profile, over_time_budget=profile.over_time_budget or is_hurried(profile, spent_s))
-        wanted = [each for each in next_traces(profile, objective, budget, always=traces) if each not in asked]
-        if wanted:
-            asked.update(wanted)
-            profile = replace(
-                profile,
-                traces=profile.traces + trace_candidates(subject, wanted, progress, guard, notes),
-            )
-        elif blocks := next_recomputables(
-            profile, stage := next_stage(profile, objective, budget), objective, budget, always=traces
-        ):
-            needed = blocks
-            if is_hurried(profile, spent_s, steps=_block_steps(profile, len(blocks))):
-                needed = next_recomputables(
-                    replace(profile, over_time_budget=True), stage, objective, budget, always=traces
-                )
-            profile = _with_blocks(subject, profile, blocks, needed, progress)
-        elif stage is None:
-            profile, is_over = with_proof(subject, profile, progress, snapshot)
-            if is_over:
-                return profile
-        else:
-            is_last = is_final(stage.name)
-            patient = not (profile.over_time_budget or (is_last and is_hurried(profile, spent_s, patient=True)))
-            run_s = (profile.run_s or 0.0) if is_last else 0.0
-            found = run_stage(
-                subject,
-                stage,
-                num_blocks,
-                progress,
-                profile.trials,
-                patient=patient,
-                guard=guard,
-                power=power,
-                run_s=run_s,
-                notes=notes,
-            )
-            profile = profile.with_trials(found)
+    def _trials(self, profile: Profile, stage: SearchPhase, spent_s: float) -> tuple[Trial, ...]:
+        is_last = is_final(stage.name)
+        return run_stage(
+            self.subject,
+            stage,
+            self.num_blocks,
+            self.progress,
+            profile.trials,
+            patient=not (profile.over_time_budget or (is_last and is_hurried(profile, spent_s, patient=True))),
+            guard=self.guard,
+            power=self.power,
+            run_s=(profile.run_s or 0.0) if is_last else 0.0,
+            notes=self.notes,
+        )
 
+    def _with_blocks(self, profile: Profile, blocks: Sequence[Candidate], needed: Sequence[Candidate]) -> Profile:
+        """Return the profile with the needed candidates' blocks measured, and the other ones marked as unmeasured."""
 
-def _with_blocks(
-    subject: TrainingLoop,
-    profile: Profile,
-    candidates: Sequence[Candidate],
-    needed: Sequence[Candidate],
-    progress: Callable[[str], None],
-) -> Profile:
-    """Return the profile with the needed candidates' blocks measured, and the remaining ones marked as unmeasured."""
-    splits = profile.check.splittable
+        def measured(candidate: Candidate) -> RecomputableBlocks:
+            if candidate not in needed:
+                return RecomputableBlocks(candidate, refusal=_NO_TIME, code="recompute.no_time")
+            self.progress(f"measuring blocks: {candidate.describe()}")
+            return measure_recomputable(self.subject, candidate, splits=profile.check.splittable)
 
-    def measured(candidate: Candidate) -> RecomputableBlocks:
-        if candidate not in needed:
-            return RecomputableBlocks(candidate, refusal=_NO_TIME, code="recompute.no_time")
-        progress(f"measuring blocks: {candidate.describe()}")
-        return measure_recomputable(subject, candidate, splits=splits)
+        return replace(profile, recomputables=(*profile.recomputables, *map(measured, blocks)))
 
-    return replace(profile, recomputables=(*profile.recomputables, *map(measured, candidates)))
+    def _with_padding(self, profile: Profile) -> Profile:
+        """Return the profile with the time that a padded vocabulary would save, in the best precision so far."""
+        if profile.loop.logits is None or profile.over_time_budget:
+            return profile
+        best = [*put_first(profile, profile.objective, profile.limits(profile.budget)), profile.reference_candidate][0]
+        rows, words = profile.loop.logits
 
+        def saves_s() -> float | None:
+            return padding_saves_s(self.subject.model, words, rows, best.precision)
 
-def _block_steps(profile: Profile, number: int) -> int:
-    """Return the number of the loop's steps that measuring the blocks of `number` candidates takes."""
-    return number * num_steps((profile.run_s or 0.0) / (profile.total_steps or 1))
+        found = self.notes.attempt("padding.not_timed", "a padded vocabulary was not timed", saves_s, None)
+        return replace(profile, loop=replace(profile.loop, padding_saves_s=found))
 
+    def _with_traces_for_others(self, profile: Profile) -> Profile:
+        def steps() -> tuple[TracedCandidate, ...]:
+            return trace_for_others(self.subject, profile, self.progress)
 
-def _with_padding(subject: TrainingLoop, profile: Profile, notes: Notes) -> Profile:
-    """Return the profile with the time that a padded vocabulary would save, in the best precision so far."""
-    if profile.loop.logits is None or profile.over_time_budget:
-        return profile
-    best = [*put_first(profile, profile.objective, profile.limits(profile.budget)), profile.reference_candidate][0]
-    rows, words = profile.loop.logits
+        def blocks() -> tuple[TracedBlocks, ...]:
+            return trace_blocks_for_others(self.subject, with_steps, self.progress)
 
-    def saves_s() -> float | None:
-        return padding_saves_s(subject.model, words, rows, best.precision)
-
-    found = notes.attempt("padding.not_timed", "a padded vocabulary was not timed", saves_s, None)
-    return replace(profile, loop=replace(profile.loop, padding_saves_s=found))
-
-
-def _phases_or_none(subject: TrainingLoop, candidate: Candidate, notes: Notes) -> tuple[dict[str, float], float | None]:
-    """Return phases and page faults of a candidate; none if the step fails, which the trials will report."""
-    measured = functools.partial(measure_phases, subject, candidate)
-    none: tuple[dict[str, float], float | None] = ({}, None)
-    return notes.attempt("phases.not_timed", "the phases of a step were not timed", measured, none)
+        what = "steps were not traced for other devices"
+        with_steps = replace(profile, target_device_traces=self.notes.attempt("traces.not_made", what, steps, ()))
+        what = "blocks were not traced for other devices"
+        return replace(with_steps, target_device_blocks=self.notes.attempt("traces.not_made", what, blocks, ()))
 
 
 def measure_phases(subject: TrainingLoop, candidate: Candidate) -> tuple[dict[str, float], float | None]:
@@ -461,7 +424,7 @@ def measure_phases(subject: TrainingLoop, candidate: Candidate) -> tuple[dict[st
     The first step is not counted, and long steps are repeated less often. State is restored.
     """
     with LoopState(subject.trained, subject.optimizer), subject.start(candidate) as run:
-        run.train_step(run.window(subject.batch), subject.loss_fn)
+        subject.step(run)
         clock, faults, steps = PhaseClock(subject.device), [page_faults.num_faults()], 0
         while steps == 0 or (steps < _PHASE_STEPS and sum(clock.seconds.values()) * (1 + 1 / steps) <= _PHASES_S):
             _phased_step(run, subject, clock)

@@ -24,7 +24,6 @@ from torch.overrides import TorchFunctionMode
 from trimtab.measure.dispatch_mode import EagerDispatchMode
 from trimtab.settings.dropout import dropout_modules
 
-
 # Name parts of third-party layers that may draw their own masks (DropPath, DropBlock).
 _OWN_DROP_NAMES = ("drop", "stochasticdepth")
 

@@ -66,7 +66,8 @@ def distances(left: Named, right: Named) -> Norms:
 
 
 def _norm(tensor: Tensor) -> Tensor:
-    norm: Tensor = torch.linalg.vector_norm(_dense(tensor), dtype=_wide(tensor))
+    wide = torch.complex128 if tensor.is_complex() else torch.float64
+    norm: Tensor = torch.linalg.vector_norm(_dense(tensor), dtype=wide)
     return norm.abs()
 
 
@@ -171,7 +172,3 @@ def _dense(tensor: Tensor) -> Tensor:
     """Return a strided floating-point tensor for taking a norm; integers and booleans become doubles."""
     found = tensor.to_dense() if tensor.layout is not torch.strided else tensor
     return found if found.is_floating_point() or found.is_complex() else found.double()
-
-
-def _wide(tensor: Tensor) -> torch.dtype:
-    return torch.complex128 if tensor.is_complex() else torch.float64

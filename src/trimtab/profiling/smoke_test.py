@@ -25,8 +25,6 @@ from trimtab.core.units import format_seconds
 from trimtab.measure.timing import time_call
 from trimtab.profiling.training_loop import TrainingLoop
 
-# Runs a function in a forked child, so that a crash such as a segmentation fault in a kernel does not end planning.
-
 DONE, RAISED, LATE = "done", "raised", "late"
 _PATIENCE_S, _LOOK_S = 10.0, 0.002
 
@@ -97,9 +95,7 @@ _HOPELESS = 10.0  # Above 1, because fixed costs (mainly casts of weights) domin
 
 
 class CrashTest:
-    """Crash test: runs forward and backward of a few samples in a forked child.
-
-    Finds kernels that end the process, by a segmentation fault for example.
+    """Finds kernels that end the process: runs forward and backward of a few samples in a forked child.
 
     Results are cached by kernels. After a timeout, no further candidates are tested.
 
@@ -148,7 +144,7 @@ class CrashTest:
 
 
 class SpeedTest:
-    """Speed test: finds hopelessly slow candidates by a step of a few samples. Changes the state like any step."""
+    """Finds hopelessly slow candidates by a step of a few samples, which changes the state like any step."""
 
     def __init__(self, subject: TrainingLoop, incumbent: Candidate, step_s: float) -> None:
         self._rows = subject.rows
@@ -176,25 +172,6 @@ class SpeedTest:
     def _seconds(few: TrainingLoop, candidate: Candidate) -> float | None:
         try:
             with few.start(replace(candidate, micro_batch=few.rows)) as run:
-                return time_call(lambda: run.train_step(run.window(few.batch), few.loss_fn), few.device)
+                return time_call(lambda: few.step(run), few.device)
         except Exception:  # The model may require a fixed batch size; the whole step decides.
             return None
-
-
-class SmokeTest:
-    """Smoke test of a candidate: a crash test in a child process, then a speed test in this process.
-
-    Args:
-        incumbent: candidate to compare with.
-        step_s: seconds of the incumbent's whole step; None to skip the speed test.
-    """
-
-    def __init__(
-        self, subject: TrainingLoop, incumbent: Candidate, step_s: float | None, guard: CrashTest | None = None
-    ) -> None:
-        self._guard = guard or CrashTest(subject, incumbent)
-        self._probe = None if step_s is None else SpeedTest(subject, incumbent, step_s)
-
-    def refusal(self, candidate: Candidate) -> Note | None:
-        """Return the reason for not trying a candidate, or None."""
-        return self._guard.refusal(candidate) or (None if self._probe is None else self._probe.refusal(candidate))

@@ -16,7 +16,6 @@ from trimtab.profiling.measurement_notes import Notes, loss_failed
 from trimtab.profiling.training_loop import TrainingLoop
 from trimtab.training.out_of_memory import is_out_of_memory
 
-
 _SMALLEST = 16  # minimum size of two equal dimensions to count as attention scores
 
 

@@ -31,8 +31,7 @@ from trimtab.profiling.block_profile import NO_BLOCKS, in_part_of, runs_in_segme
 from trimtab.profiling.candidate_traces import HERE, MIN_SAMPLES, apply_candidate, trace_elsewhere, two_sizes
 from trimtab.profiling.loop_facts import loop_facts
 from trimtab.profiling.measurement_notes import describe
-from trimtab.profiling.planning_lock import one_at_a_time
-from trimtab.profiling.training_loop import TrainingLoop
+from trimtab.profiling.training_loop import TrainingLoop, one_at_a_time
 from trimtab.settings.loss_chunk import count_head_tokens
 from trimtab.settings.optimizers import check_ownership
 from trimtab.settings.precision import autocast

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +26,10 @@ from trimtab.state.peak_memory import alive_between_steps
 from trimtab.training.apply_plan import require_free
 from trimtab.training.batch import BY_CONTAINERS, BatchSplitting, tensors_in, to_device
 from trimtab.training.run import LossFn, Run
+
+P = ParamSpec("P")
+R = TypeVar("R")
+_planning = threading.RLock()  # Reentrant, because planning functions that hold it call each other.
 
 
 @dataclass(frozen=True)
@@ -103,11 +109,11 @@ class TrainingLoop:
         """
         if number >= self.rows:
             return self
-        batch, second = (self._first_of(each, number) for each in (self.batch, self.second))
+        batch, second = (
+            None if each is None else next(self.batching.slices(each, self.rows, number))[0]
+            for each in (self.batch, self.second)
+        )
         return replace(self, batch=batch, second=second)
-
-    def _first_of(self, batch: Any, number: int) -> Any:
-        return None if batch is None else next(self.batching.slices(batch, self.rows, number))[0]
 
     @functools.cached_property
     def blocks(self) -> BlockGraph:
@@ -134,15 +140,24 @@ class TrainingLoop:
         if candidate.recompute is not None:
             plan = plan.recomputing(candidate.recompute, self.blocks.names, "on trial")
         clip = Plan.clip_norm if self.clip_norm is None else Choice(self.clip_norm, "the reference", Effect.TRAINING)
+        return self.start_plan(replace(plan, clip_norm=clip))
+
+    def start_plan(self, plan: Plan, total_samples: int | None = None) -> Run:
+        """Return a run of a plan on trial."""
         return Run(
             self.model,
             self.optimizer,
-            replace(plan, clip_norm=clip),
+            plan,
+            total_samples=total_samples,
             out_of_memory="stop",
             modules=self.modules,
             batching=self.batching,
             on_trial=True,
         )
+
+    def step(self, run: Run, *batches: Any) -> Tensor:
+        """Take an optimizer step of a run on some batches, by default on the example batch; returns the loss."""
+        return run.train_step(run.window(*(batches or (self.batch,))), self.loss_fn)
 
     def loss(self, batch: Any | None = None, precision: str = "fp32") -> tuple[Tensor, Count | None]:
         """Return (loss, count or None) of a batch on the model's device; the forward uses the precision's autocast.
@@ -184,6 +199,33 @@ class TrainingLoop:
         """Yield the tensors alive between two steps: parameters, buffers, optimizer state, the batch."""
         yield from alive_between_steps(self.trained, self.optimizer)
         yield from tensors_in(self.batch)
+
+
+@contextlib.contextmanager
+def in_mode(model: nn.Module, *, training: bool) -> Iterator[None]:
+    """Put all modules into training or evaluation mode inside the context."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.train(training)
+    try:
+        yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
+
+
+def one_at_a_time(function: Callable[P, R]) -> Callable[P, R]:
+    """Decorate a planning function so that concurrent calls run sequentially.
+
+    Random generators, fp32 modes, the allocator's mode, `torch.compile`'s stance and garbage collection are
+    process-wide. Concurrent measurements would restore and time each other.
+    """
+
+    @functools.wraps(function)
+    def alone(*args: P.args, **kwargs: P.kwargs) -> R:
+        with _planning:
+            return function(*args, **kwargs)
+
+    return alone
 
 
 def _check_measured(device: torch.device) -> None:

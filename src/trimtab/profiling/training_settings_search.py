@@ -34,8 +34,7 @@ from trimtab.planner.tuned_plan import (
     within_limits,
 )
 from trimtab.profiling.example_batch import own_loss
-from trimtab.profiling.planning_lock import one_at_a_time
-from trimtab.profiling.training_loop import TrainingLoop
+from trimtab.profiling.training_loop import TrainingLoop, in_mode, one_at_a_time
 from trimtab.settings.dropout import dropout_modules
 from trimtab.settings.lr_schedule import rate_unset, scaled_rates
 from trimtab.settings.muon import hidden_matrices, require_muon
@@ -44,7 +43,6 @@ from trimtab.state.loop_state import unchanged_by
 from trimtab.training.batch import iterate, to_device
 from trimtab.training.data_position import length_of
 from trimtab.training.run import Run
-
 
 RANGE_TEST_STEPS = 40
 WIDEST = 300.0
@@ -70,25 +68,17 @@ def range_test(
         BatchError: the data are not iterable.
     """
     points: list[RatePoint] = []
-    model, optimizer = subject.model, subject.optimizer
+    optimizer = subject.optimizer
     with (
         draw_and_restore_data(batches) as lent,
         unchanged_by(own_loss(subject.loss_fn), subject.trained, optimizer),
-        Run(
-            model,
-            optimizer,
-            _with_norms(plan),
-            out_of_memory="stop",
-            modules=subject.modules,
-            batching=subject.batching,
-            on_trial=True,
-        ) as run,
+        subject.start_plan(_with_norms(plan)) as run,
     ):
         for index, batch in zip(range(num_steps), iterate("data", lent), strict=False):
             scale = widest ** (index / (num_steps - 1))
             progress(f"learning-rate range test: step {index + 1} of {num_steps}, {scale:.3g}x")
             with scaled_rates(optimizer, scale):
-                loss = run.train_step(run.window(batch), subject.loss_fn)
+                loss = subject.step(run, batch)
             norm = None if run.grad_norm is None else float(run.grad_norm)
             points.append(RatePoint(scale, float(loss), norm))
             if index > 10 and has_diverged([point.loss for point in points]):
@@ -149,7 +139,7 @@ def short_race(
         draw_and_restore_data(batches) as lent,
         unchanged_by(own_loss(subject.loss_fn), subject.trained, subject.optimizer) as snapshot,
     ):
-        drawn = _of_one_pass(lent, num_steps) if by_unseen else _endless(lent)
+        drawn = _repeated(lent, num_steps if by_unseen else 1)
         for index in range(num_pairs):
             data = list(itertools.islice(drawn, num_steps))
             if len(data) < num_steps:
@@ -184,21 +174,12 @@ def short_race(
 def _train(subject: TrainingLoop, plan: Plan, data: list[Any], *, by_unseen: bool) -> ShortRun:
     rows = sum(map(subject.batching.require, data))
     losses, seconds = [], []
-    with Run(
-        subject.model,
-        subject.optimizer,
-        plan,
-        total_samples=rows,
-        out_of_memory="stop",
-        modules=subject.modules,
-        on_trial=True,
-        batching=subject.batching,
-    ) as run:
+    with subject.start_plan(plan, total_samples=rows) as run:
         for batch in data:
             unseen = _evaluated(run, subject, batch) if by_unseen else None
             synchronize(subject.device)
             begin = time.perf_counter()
-            loss = run.train_step(run.window(batch), subject.loss_fn)
+            loss = subject.step(run, batch)
             synchronize(subject.device)
             seconds.append(time.perf_counter() - begin)
             losses.append(loss if unseen is None else unseen)
@@ -208,49 +189,27 @@ def _train(subject: TrainingLoop, plan: Plan, data: list[Any], *, by_unseen: boo
 @torch.no_grad()
 def _evaluated(run: Run, subject: TrainingLoop, batch: Any) -> torch.Tensor:
     """Return the mean loss of a batch in evaluation mode, in the plan's precision and micro-batches."""
-    modes = [(module, module.training) for module in run.model.modules()]
     rows = subject.batching.require(batch)
     total, terms = torch.zeros((), device=subject.device), torch.zeros((), device=subject.device)
-    run.model.eval()
-    try:
-        for part, size in subject.batching.slices(
-            to_device(batch, subject.device), rows, run.plan.micro_batch_of(rows)
-        ):
+    parts = subject.batching.slices(to_device(batch, subject.device), rows, run.plan.micro_batch_of(rows))
+    with in_mode(run.model, training=False):
+        for part, size in parts:
             with run.autocast():
                 result = subject.loss_fn(run.model, part)
             loss, count, _ = parts_of(result)
             total += loss * size if count is None else loss
             terms += size if count is None else count
-    finally:
-        for module, mode in modes:
-            module.training = mode
     return total / terms
 
 
-def _of_one_pass(data: Iterable[Any], number: int) -> Iterator[Any]:
-    """Yield groups of `number` batches, each from a single epoch; an incomplete last group is dropped."""
+def _repeated(data: Iterable[Any], group: int = 1) -> Iterator[Any]:
+    """Yield batches over epochs, each in whole groups; ends if an epoch has none or an iterator is exhausted."""
     while True:
-        found = 0
-        for batches in _batched(iterate("data", data), number):
-            found += 1
+        epoch, is_empty = iterate("data", data), True
+        while len(batches := list(itertools.islice(epoch, group))) == group:
+            is_empty = False
             yield from batches
-        if not found or isinstance(data, Iterator):
-            return
-
-
-def _batched(data: Iterator[Any], number: int) -> Iterator[list[Any]]:
-    while len(batches := list(itertools.islice(data, number))) == number:
-        yield batches
-
-
-def _endless(data: Iterable[Any]) -> Iterator[Any]:
-    """Yield batches over repeated epochs; ends if an epoch is empty or an iterator is exhausted."""
-    while True:
-        count = 0
-        for batch in iterate("data", data):
-            count += 1
-            yield batch
-        if not count or isinstance(data, Iterator):
+        if is_empty or isinstance(data, Iterator):
             return
 
 

@@ -8,19 +8,19 @@ again, and a candidate that lost all of its first blocks is dropped.
 In a phase that may replace the incumbent, the number of blocks does not depend on the current leader, or an equal
 candidate would win by optional stopping. The first blocks may only drop candidates, and a likely gain within the
 noise gets more blocks once, up to a number fixed in advance. A phase that only orders candidates ends when the order
-is known (`planner.trial_statistics.still_open`). Over the time budget, a final still gets more blocks if they cost less than
-a tenth of the time that the gain would save in the run.
+is known. Over the time budget, a final still gets more blocks if they cost less than a tenth of the time that the
+gain would save in the run.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import random
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
 
 import torch
 
@@ -36,7 +36,7 @@ from trimtab.planner.statistics import MIN_PAIRS_FOR_VERDICT, drawn_turns, is_ga
 from trimtab.planner.trial_statistics import MIN_BLOCKS, still_open
 from trimtab.profiling.cuda_graph_proof import replay_refusal
 from trimtab.profiling.measurement_notes import Notes, failure_of
-from trimtab.profiling.smoke_test import CrashTest, SmokeTest
+from trimtab.profiling.smoke_test import CrashTest, SpeedTest
 from trimtab.profiling.training_loop import TrainingLoop
 from trimtab.settings.cuda_graphs import steps_to_launch
 from trimtab.settings.precision import retained_memory
@@ -44,7 +44,6 @@ from trimtab.state.loop_state import LoopState
 from trimtab.state.peak_memory import peak_bytes, unused_bytes
 from trimtab.training.out_of_memory import is_out_of_memory
 from trimtab.training.run import Run
-
 
 _MOST_SCALES = 20  # fp16 halves its loss scale after each overflow, here from 65536 to 0.125.
 
@@ -57,16 +56,6 @@ class UntrainableCandidate(Exception):
         self.failure = failure
 
 
-def take_step(run: Run, subject: TrainingLoop) -> None:
-    run.train_step(run.window(subject.batch), subject.loss_fn)
-
-
-def heaviest_step(run: Run, subject: TrainingLoop) -> None:
-    """Run the step with the highest memory use: over two batches if windows may span several."""
-    batches = [subject.batch] * (2 if subject.adapts_batch_size else 1)
-    run.train_step(run.window(*batches), subject.loss_fn)
-
-
 def step_until_applied(run: Run, subject: TrainingLoop) -> None:
     """Step until the optimizer has stepped: once, or in fp16 until a loss scale is found.
 
@@ -76,7 +65,7 @@ def step_until_applied(run: Run, subject: TrainingLoop) -> None:
     for _ in range(_MOST_SCALES):
         if run.applied_steps > 0:
             return
-        take_step(run, subject)
+        subject.step(run)
         require_finite(run)
     if run.applied_steps == 0:
         text = f"gradients overflow at all of the {_MOST_SCALES} loss scales tried"
@@ -91,14 +80,23 @@ def require_finite(run: Run) -> None:
 # Power of candidates in trials, measured in separate windows of a second or more.
 
 
-class MeteredArm(Protocol):
-    """Fields of a trial arm that the power measurement uses."""
-
+@dataclass
+class _TrialArm:
     candidate: Candidate
-    first_s: float
-    error: Note | None
-    block_s: list[float]
-    watts: list[float]
+    control: bool = False
+    first_s: float = math.inf
+    peak_bytes: int | None = None
+    error: Note | None = None
+    compile_s: float | None = None
+    unused_bytes: int | None = None
+    uncounted: Exception | None = None  # Reason for an unknown peak.
+    watts: list[float] = field(default_factory=list)
+    block_s: list[float] = field(default_factory=list)
+
+    def fail(self, error: Exception) -> None:
+        """Record a failure of any kind: the user's model, the device, or most likely memory that runs out."""
+        self.error = error.failure if isinstance(error, UntrainableCandidate) else failure_of(error)
+        self.block_s = []
 
 
 @dataclass(frozen=True)
@@ -119,7 +117,7 @@ class TrialPower:
             return 0
         return MIN_PAIRS_FOR_VERDICT if self.is_asked and decides else 1
 
-    def read(self, subject: TrainingLoop, arms: Sequence[MeteredArm], start: LoopState, num_windows: int) -> None:
+    def read(self, subject: TrainingLoop, arms: Sequence[_TrialArm], start: LoopState, num_windows: int) -> None:
         """Add the watts of each arm, in alternating order; an arm with a missing reading gets none.
 
         An arm whose step raises records the error and is not run again.
@@ -129,35 +127,31 @@ class TrialPower:
                 start.restore()
                 try:
                     watts = self._watts(subject, arm)
-                except Exception as error:  # Most likely out of memory.
-                    arm.error, arm.block_s = failure_of(error), []
+                except Exception as error:
+                    arm.fail(error)
                 else:
                     arm.watts.append(math.nan if watts is None else watts)
         for arm in arms:
             if arm.error is not None or any(map(math.isnan, arm.watts)):
                 arm.watts.clear()
 
-    def _watts(self, subject: TrainingLoop, arm: MeteredArm) -> float | None:
+    def _watts(self, subject: TrainingLoop, arm: _TrialArm) -> float | None:
         if isinstance(self.meter, GivenWatts):
             return self.meter.watts
         with subject.start(arm.candidate) as run:
             for _ in range(steps_to_launch(arm.candidate.compiled) or 1):
-                _step(run, subject)
+                subject.step(run)
             synchronize(subject.device)
             clock = EnergyClock(self.meter)
             clock.start()
             steps = max(1, math.ceil(WINDOW_S / max(arm.first_s, 1e-6)))
             while clock.seconds < WINDOW_S:
                 for _ in range(steps):
-                    _step(run, subject)
+                    subject.step(run)
                     clock.tick()
                 synchronize(subject.device)
                 steps = max(1, steps // 8)
             return clock.read().watts
-
-
-def _step(run: Run, subject: TrainingLoop) -> None:
-    run.train_step(run.window(subject.batch), subject.loss_fn)
 
 
 _MODES = ("modes", SLICED)
@@ -168,20 +162,6 @@ _MOST = 3  # Limit on blocks, as a multiple of the requested number.
 _WORTH_A_LOOK = 1.05
 _PRICE = 0.1  # Fraction of the saved time of the run that additional blocks may take over the time budget.
 _SLOW_S = 0.3  # On a CPU, one-time costs are small compared with such a long first step.
-
-
-@dataclass
-class _TrialArm:
-    candidate: Candidate
-    control: bool = False
-    first_s: float = math.inf
-    peak_bytes: int | None = None
-    error: Note | None = None
-    compile_s: float | None = None
-    unused_bytes: int | None = None
-    uncounted: Exception | None = None  # Reason for an unknown peak.
-    watts: list[float] = field(default_factory=list)
-    block_s: list[float] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -263,16 +243,15 @@ def run_stage(
     if stage.control:
         arms.append(_TrialArm(stage.candidates[0], control=True))
     with _shared_allocator(stage), subject.state() as snapshot:
-        door: SmokeTest | None = None
+        tests: list[Callable[[Candidate], Note | None]] = []
         for arm in arms:
             if arm.control:  # The incumbent's second run: it has run, or failed, already.
                 arm.first_s, arm.error = arms[0].first_s, arms[0].error
             elif not _recall(arm, stage, known):
                 progress(f"{stage.name}: {arm.candidate.describe()}")
                 if stage.name in _OTHER_KERNELS and arm is not arms[0]:
-                    base_s = arms[0].first_s if stage.name in _MODES else None
-                    door = door or SmokeTest(subject, stage.candidates[0], base_s, guard)
-                    arm.error = door.refusal(arm.candidate)
+                    tests = tests or _smoke_tests(subject, stage, arms[0].first_s, guard)
+                    arm.error = next(filter(None, (test(arm.candidate) for test in tests)), None)
                 if arm.error is None:
                     snapshot.restore()  # The smoke test may have left state in the loss, in the incumbent's precision.
                     slowest = _slowest(stage, arms[0].first_s)
@@ -295,6 +274,16 @@ def run_stage(
             progress(f"{stage.name}: measuring power")
             power.read(subject, [arm for arm in arms if arm.error is None and arm.block_s], start, windows)
     return tuple(_trial(stage, arm, step_s) for arm in arms)
+
+
+def _smoke_tests(
+    subject: TrainingLoop, stage: SearchPhase, step_s: float, guard: CrashTest | None
+) -> list[Callable[[Candidate], Note | None]]:
+    """Return the tests of other kernels: for crashes, and in phases of modes for hopeless speed."""
+    tests: list[Callable[[Candidate], Note | None]] = [(guard or CrashTest(subject, stage.candidates[0])).refusal]
+    if stage.name in _MODES:
+        tests.append(SpeedTest(subject, stage.candidates[0], step_s).refusal)
+    return tests
 
 
 def _slowest(stage: SearchPhase, step_s: float) -> float:
@@ -328,7 +317,10 @@ def _run_blocks(blocks: _Blocks, arms: Sequence[_TrialArm], running: Sequence[_T
         blocks.progress(f"{stage.name}: block {done + 1} of {last}")
         for arm in drawn_turns(running, done, draw, before):
             blocks.start.restore()
-            _run_block(blocks, arm)
+            try:  # An arm that ran before may still fail.
+                arm.block_s.append(_time_block(blocks.subject, stage, arm.candidate, blocks.steps_of(arm)))
+            except Exception as error:
+                arm.fail(error)
             before = arm
         running = [arm for arm in running if arm.error is None]
         done += 1
@@ -359,45 +351,41 @@ def _warm_up(subject: TrainingLoop, arm: _TrialArm, *, measure_memory: bool, slo
     """
     try:
         with subject.start(arm.candidate) as run:
-            arm.first_s = time_call(lambda: take_step(run, subject), subject.device)
+            step = functools.partial(subject.step, run)
+            arm.first_s = once_s = time_call(step, subject.device)
             step_until_applied(run, subject)
-            compiled, once_s = arm.candidate.compiled, arm.first_s
-            first = [once_s, *_steps_until_launched(run, subject, arm.candidate)]
+            compiled = arm.candidate.compiled
+            # CUDA graphs are captured in further steps.
+            first = [once_s, *(time_call(step, subject.device) for _ in range(steps_to_launch(compiled) - 1))]
             is_rough = once_s > slowest or (paces and once_s < _SLOW_S)
             if is_rough or compiled or subject.device.type == "cuda":
-                arm.first_s = timer(arm.candidate)(lambda: take_step(run, subject), subject.device)
+                arm.first_s = timer(arm.candidate)(step, subject.device)
             arm.compile_s = max(0.0, sum(first) - len(first) * arm.first_s) if compiled else None
             require_finite(run)
             if is_recorded(compiled) and (refusal := replay_refusal(subject, arm.candidate)) is not None:
                 raise UntrainableCandidate(Note("trial.graphs_refused", refusal))
             if measure_memory:
                 _count_peak(run, subject, arm)
-    except UntrainableCandidate as error:
-        arm.error = error.failure
-    except Exception as error:  # The user's model or the device may fail in any way; the reason is recorded.
-        arm.error = failure_of(error)
+    except Exception as error:
+        arm.fail(error)
 
 
 def _count_peak(run: Run, subject: TrainingLoop, arm: _TrialArm) -> None:
     """Measure the peak memory of a step."""
     try:
         subject.optimizer.zero_grad(set_to_none=True)  # Gradients alive before the measurement would not be counted.
-        counted = peak_bytes(lambda: heaviest_step(run, subject), subject.device, subject.live_tensors)
+        # The step with the highest memory use is over two batches if windows may span several.
+        batches = [subject.batch] * (2 if subject.adapts_batch_size else 1)
+        counted = peak_bytes(lambda: subject.step(run, *batches), subject.device, subject.live_tensors)
     except Exception as error:
         if is_out_of_memory(error):
             raise
-        take_step(run, subject)  # If the step itself fails, so does the trial.
+        subject.step(run)  # If the step itself fails, so does the trial.
         arm.uncounted = error
         return
     arm.peak_bytes = counted + subject.start_bytes
     # In memory of CUDA graphs, tensors cannot be distinguished from unused space.
     arm.unused_bytes = None if is_recorded(arm.candidate.compiled) else unused_bytes(subject.device)
-
-
-def _steps_until_launched(run: Run, subject: TrainingLoop, candidate: Candidate) -> list[float]:
-    """Return the seconds of the steps after the first in which CUDA graphs are captured; [] without graphs."""
-    number = steps_to_launch(candidate.compiled) - 1
-    return [time_call(lambda: take_step(run, subject), subject.device) for _ in range(number)]
 
 
 def _is_over(stage: SearchPhase, arms: Sequence[_TrialArm], running: Sequence[_TrialArm]) -> bool:
@@ -433,16 +421,6 @@ def _shared_allocator(stage: SearchPhase) -> Iterator[None]:
         let_go()
 
 
-def _run_block(blocks: _Blocks, arm: _TrialArm) -> None:
-    """Add a block; an arm that ran before may still fail, mainly because memory runs out."""
-    try:
-        arm.block_s.append(_time_block(blocks.subject, blocks.stage, arm.candidate, blocks.steps_of(arm)))
-    except UntrainableCandidate as error:
-        arm.error, arm.block_s = error.failure, []
-    except Exception as error:
-        arm.error, arm.block_s = failure_of(error), []
-
-
 def _time_block(subject: TrainingLoop, stage: SearchPhase, candidate: Candidate, steps: int) -> float:
     with subject.start(candidate) as run:
         if stage.name == ALONE:
@@ -452,11 +430,8 @@ def _time_block(subject: TrainingLoop, stage: SearchPhase, candidate: Candidate,
             step_until_applied(run, subject)
         # Every run captures CUDA graphs again.
         for _ in range(max(steps_to_launch(each.compiled) for each in stage.candidates)):
-            take_step(run, subject)
-
-        def step() -> None:
-            take_step(run, subject)
-
+            subject.step(run)
+        step = functools.partial(subject.step, run)
         if subject.device.type == "cuda":  # A synchronisation after every step would be included in the time.
             return time_call(step, subject.device, steps)
         return statistics.median(timer(candidate)(step, subject.device) for _ in range(steps))

@@ -122,14 +122,19 @@ def test_where_energy_does_not_count_no_second_is_waited_for():
 @pytest.fixture
 def in_windows(monkeypatch):
     """Return what sets what happens before each step that is metered: called with the run's settings."""
-    steps = trials._step
+    watts, steps = TrialPower._watts, TrainingLoop.step
 
     def does(what) -> None:
-        def step(run, subject) -> None:
+        def step(subject, run):
             what(run.plan.fused_optimizer.value)
-            steps(run, subject)
+            return steps(subject, run)
 
-        monkeypatch.setattr(trials, "_step", step)
+        def metered(power, subject, arm):
+            with monkeypatch.context() as patch:
+                patch.setattr(TrainingLoop, "step", step)
+                return watts(power, subject, arm)
+
+        monkeypatch.setattr(TrialPower, "_watts", metered)
 
     return does
 
