@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from raising import raises
+from state_digest import fingerprint
 from torch import nn
 
 import trimtab
@@ -22,7 +23,7 @@ from trimtab.planner.plan_choice import choose
 from trimtab.planner.recompute_cost import keep_all, predict
 from trimtab.planner.recompute_solver import optimal
 from trimtab.profiling import block_profile, profiler
-from trimtab.profiling.block_profile import measure_recomputable
+from trimtab.profiling.block_profile import line_through, measure_recomputable, measure_seconds, num_steps
 from trimtab.profiling.training_loop import TrainingLoop
 from trimtab.state.loop_state import LoopState
 from trimtab.state.peak_memory import peak_bytes
@@ -78,17 +79,19 @@ def subject_of(rows=512, blocks=L, **block):
     return TrainingLoop(model, torch.optim.AdamW(model.parameters()), loss_fn, batch)
 
 
-def measured(micro_batch=512, **block):
-    subject = subject_of(**block)
-    return subject, measure_recomputable(subject, Candidate("fp32", "keep", False, micro_batch))
-
-
 @pytest.mark.parametrize("micro_batch", [512, 256, 100])
 def test_peaks_are_those_that_are_counted(micro_batch):
     """But for 5 KB of each region, its random numbers' state; the optimizer's step is lighter here. Of sizes that were
     not traced too: 100 rows were not, and 512 leave 12 for the last."""
-    subject, found = measured()
+    subject = subject_of()
+    before = fingerprint(subject.model, subject.optimizer)
+    with LoopState(subject.model, subject.optimizer):
+        found = measure_recomputable(subject, Candidate("fp32", "keep", False, 512))
+    assert fingerprint(subject.model, subject.optimizer) == before
     assert found.blocks == tuple(str(index) for index in range(L))
+    for model in (found.whole, found.sliced):  # Keeping the expensive part alone holds less.
+        assert all(stage.part.saved_bytes < stage.saved_bytes for stage in model.many.stages[:-1])
+        assert model.many.stages[-1].part is None
     model = found.whole if micro_batch == 512 else found.sliced
     chain = model.at(micro_batch)
     in_part = (*(KeptBlock(index, in_part=True) for index in range(L)), KeptBlock(L))
@@ -111,7 +114,7 @@ def test_peaks_are_those_that_are_counted(micro_batch):
         assert chain.held_bytes + predict(chain.stages, schedule).peak_bytes == pytest.approx(counted, rel=0.03)
 
 
-@pytest.mark.parametrize(("micro_batch", "splits"), [(512, True), (256, True), (512, False)])
+@pytest.mark.parametrize(("micro_batch", "splits"), [(256, True), (512, False)])
 def test_seconds_are_those_of_a_micro_batch_whatever_its_rows(monkeypatch, micro_batch, splits):
     """Each block waits as long in every forward: where sizes are tried, less so it is not taken to wait less."""
     blocks = 3
@@ -126,15 +129,6 @@ def test_seconds_are_those_of_a_micro_batch_whatever_its_rows(monkeypatch, micro
             assert stage.part.recompute_s >= 0.9 * waited_s
         assert chain.stages[-1].forward_s == 0.0
     assert found.step_s >= blocks * 0.02 * (512 // micro_batch)
-
-
-def test_keeping_the_dear_part_alone_holds_less_where_it_can_be():
-    _, found = measured()
-    for model in (found.whole, found.sliced):
-        for stage in model.many.stages[:-1]:
-            assert stage.part.saved_bytes < stage.saved_bytes
-            assert stage.part.recompute_s >= 0
-        assert model.many.stages[-1].part is None
 
 
 def test_blocks_with_batch_statistics_may_be_kept_in_part():
@@ -166,7 +160,7 @@ def test_blocks_with_batch_statistics_may_be_kept_in_part():
 
 
 def test_a_block_that_writes_over_what_is_kept_is_not_kept_in_part():
-    _, found = measured(inplace=True)
+    found = measure_recomputable(subject_of(inplace=True), Candidate("fp32", "keep", False, 512))
     assert all(stage.part is None for stage in found.whole.many.stages)
 
 
@@ -182,17 +176,6 @@ def test_what_cannot_be_recomputed_says_why():
     assert refusal(blocks) == ""
     over = nn.Sequential(nn.Linear(4, 4), *(nn.Sequential(nn.ReLU(inplace=True), nn.Linear(4, 4)) for _ in range(3)))
     assert "changes an argument in place" in refusal(over)
-
-
-def test_measuring_leaves_the_loop_as_it_was():
-    subject = subject_of()
-    before = {name: value.clone() for name, value in subject.model.state_dict().items()}
-    kinds = [type(module) for module in subject.model.modules()]
-    with LoopState(subject.model, subject.optimizer):
-        measure_recomputable(subject, Candidate("fp32", "keep", False, 256))
-    assert [type(module) for module in subject.model.modules()] == kinds
-    assert all(torch.equal(value, before[name]) for name, value in subject.model.state_dict().items())
-    assert not subject.optimizer.state
 
 
 def test_a_plan_meets_a_limit_by_recomputing_where_the_batch_cannot_be_split():
@@ -283,3 +266,47 @@ def test_named_blocks_that_cannot_be_are_refused_at_the_door(blocks, code, named
     with raises(ValueGivenError, code=code, field="blocks") as caught:
         profile_of(blocks)
     assert named in str(caught.value)
+
+
+# Seconds of recomputation, as a line in the samples of a micro-batch.
+
+
+@pytest.mark.parametrize(
+    ("points", "expected"),
+    [
+        ([(16, 0.9), (4, 0.3)], {16: 0.9, 8: 0.5, 4: 0.3, 0: 0.1}),
+        ([(16, 0.8)], {4: 0.2, 0: 0.0}),  # of one size, seconds go by samples
+        ([(16, 0.02), (4, 0.04)], {16: 0.03, 1: 0.03}),  # noise: more samples never take less
+        # Where it grows faster than its samples, as beyond a cache, fewer take their fraction of the larger size's.
+        ([(16, 1.6), (4, 0.1)], {16: 1.6, 4: 0.4, 0: 0.0}),
+        ([(16, -0.01), (4, -0.03)], {16: 0.0, 1: 0.0}),
+        ([(16, -0.01)], {16: 0.0}),
+    ],
+)
+def test_a_line_goes_through_what_was_measured(points, expected):
+    line = line_through(points)
+    assert {rows: line.at(rows) for rows in expected} == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("splits", [True, False])
+def test_noise_makes_nothing_free(monkeypatch, splits):
+    """Steps that recompute were as fast as others, by chance: half of a forward is taken for it, a tenth in part."""
+    monkeypatch.setattr(block_profile, "_longer", lambda *_: (1.0, [-0.1, -0.2]))
+    model = nn.Linear(4, 4)
+    subject = TrainingLoop(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), lambda m, b: m(b).sum(), torch.randn(16, 4)
+    )
+    given = {"splits": splits, "forward_s": 0.4}
+    step_s, (whole, part) = measure_seconds(subject, Candidate("fp32", "keep", False, 8), [(), ()], **given)
+    assert step_s == 1.0
+    for rows in (8, 4, 1):
+        assert whole.at(rows) == pytest.approx(0.5 * 0.4 * rows / 8)
+        assert part.at(rows) == pytest.approx(0.1 * 0.4 * rows / 8)
+
+
+def test_steps_are_counted_before_they_are_taken(monkeypatch):
+    """Of long steps three turns of three ways at two sizes; of short ones more of them."""
+    monkeypatch.setattr(block_profile, "_MEASURING_S", MEASURING_S)
+    assert num_steps(1.0) == 2 * 3 * 3 + 14
+    assert num_steps(0.2) == 2 * 3 * 6 + 14
+    assert num_steps(0.01) == num_steps(0.0) == 2 * 3 * 11 + 14

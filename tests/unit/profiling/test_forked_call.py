@@ -117,6 +117,7 @@ def test_what_it_changes_and_says_is_its_own(capfd):
     assert "said" not in capfd.readouterr().out
 
 
+@pytest.mark.usefixtures("brief_trials")
 @pytest.mark.parametrize("budget", [None, trimtab.Budget(memory="1GiB")], ids=["free", "limited"])
 def test_settings_that_end_a_process_are_a_loser_with_its_reason(budget):
     """Under a limit they are traced before they are tried, and what their operators take is found by running them."""

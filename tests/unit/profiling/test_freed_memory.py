@@ -10,7 +10,7 @@ import trimtab
 from trimtab.state.peak_memory import peak_bytes
 
 pytestmark = pytest.mark.usefixtures("brief_trials")
-ROWS = 1024
+ROWS = 512
 
 
 def loop():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import os
 
+import brief
 import pytest
 import torch
 
@@ -25,17 +26,20 @@ def loop(words=WORDS):
     return model, torch.optim.AdamW(model.parameters(), lr=1e-3), next_token_loss, batch
 
 
-def profiled(words=WORDS, **others):
-    return trimtab.profile(*loop(words), num_blocks=3, **others)
+def profiled(words=WORDS):
+    return trimtab.profile(*loop(words), num_blocks=3)
 
 
-def test_the_profile_knows_the_head_s_logits():
-    profile = profiled()
+@pytest.fixture(scope="module")
+def profile():
+    with pytest.MonkeyPatch.context() as patch:
+        brief.shorten(patch.setattr)
+        return profiled()
+
+
+def test_chunks_are_tried_on_whole_steps(profile):
     assert (profile.loop.head_tokens, profile.loop.head_words) == (ROWS * CONTEXT, WORDS)
-
-
-def test_chunks_are_tried_on_whole_steps():
-    stage = profiled().stage("head")
+    stage = profile.stage("head")
     assert [trial.candidate.loss_chunk for trial in stage if not trial.control] == [None, 64]
     whole, chunked = stage
     assert chunked.error is None
@@ -48,22 +52,18 @@ def test_a_small_vocabulary_is_not_tried():
     assert profiled(words=8).stage("head") == ()
 
 
-def test_planning_leaves_the_head_as_it_was():
+def test_a_memory_budget_that_only_chunks_can_meet_is_met_by_them(profile):
+    """And planning leaves the head as it was."""
+    whole = next(trial for trial in profile.trials if trial.candidate.micro_batch == ROWS and trial.peak_bytes)
     model, *rest = loop()
     before = copy.deepcopy(model.state_dict())
-    trimtab.plan(model, *rest, num_blocks=3)
+    plan = trimtab.plan(model, *rest, num_blocks=3, budget=trimtab.Budget(memory=int(0.75 * whole.peak_bytes)))
+    assert plan.loss_chunk.value is not None or plan.micro_batch.value < ROWS
+    assert plan.measured.peak_bytes <= 0.75 * whole.peak_bytes
     assert model.head.chunk_rows is None
     assert "loss" not in vars(model.head)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert all(p.grad is None for p in model.parameters())
-
-
-def test_a_memory_budget_that_only_chunks_can_meet_is_met_by_them():
-    free = profiled()
-    whole = next(trial for trial in free.trials if trial.candidate.micro_batch == ROWS and trial.peak_bytes)
-    plan = trimtab.plan(*loop(), num_blocks=5, budget=trimtab.Budget(memory=int(0.75 * whole.peak_bytes)))
-    assert plan.loss_chunk.value is not None or plan.micro_batch.value < ROWS
-    assert plan.measured.peak_bytes <= 0.75 * whole.peak_bytes
 
 
 @pytest.mark.skipif(not can_fork(), reason="a process cannot be split off here")

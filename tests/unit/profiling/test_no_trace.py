@@ -118,22 +118,22 @@ def members(model):
     ]
 
 
-@pytest.mark.parametrize("door", ["plan", "profile"])
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("model", MODELS)
-def test_a_loop_in_the_middle_of_training_is_left_as_found(model, optimizer, door):
+@pytest.mark.parametrize(
+    ("model", "optimizer"), [*((model, "adamw") for model in MODELS), *((Dense, name) for name in OPTIMIZERS)]
+)
+def test_a_loop_in_the_middle_of_training_is_left_as_found(model, optimizer):
     made, chosen, batch = loop(model, optimizer)
     before, there = fingerprint(made, chosen), members(made)
-    getattr(trimtab, door)(made, chosen, random_loss, batch, num_blocks=3)
+    trimtab.plan(made, chosen, random_loss, batch, num_blocks=3)
     assert fingerprint(made, chosen) == before
     assert members(made) == there
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", [Normalised, Remembering])
 def test_a_loop_before_its_first_step_is_left_as_found(model):
     made, chosen, batch = loop(model, steps=0, leftover=False)
     before, there = fingerprint(made, chosen), members(made)
-    trimtab.plan(made, chosen, random_loss, batch, num_blocks=3)
+    trimtab.profile(made, chosen, random_loss, batch, num_blocks=3)
     assert fingerprint(made, chosen) == before
     assert members(made) == there
     assert not chosen.state
@@ -178,21 +178,14 @@ class Failing:
         return loss
 
 
-def number_of_calls(model):
-    made, chosen, batch = loop(model)
+def test_a_loss_that_fails_on_any_call_leaves_no_trace():
+    """The check and the count are left out if the plain step works; a warm-up or a timed block is a failed trial."""
+    made, chosen, batch = loop(Normalised)
+    before, there = fingerprint(made, chosen), members(made)
     counting = Failing(-1)
     trimtab.plan(made, chosen, counting, batch, num_blocks=3)
-    return counting.calls.held.number
-
-
-@pytest.mark.parametrize("model", [Dense, Normalised])
-def test_a_loss_that_fails_on_any_call_leaves_no_trace(model):
-    """The check and the count are left out if the plain step works; a warm-up or a timed block is a failed trial."""
-    total = number_of_calls(model)
-    made, chosen, batch = loop(model)
-    before, there = fingerprint(made, chosen), members(made)
-    outcomes = set()
-    for n in [*range(1, 10), *range(10, total, total // 8), total]:
+    total, outcomes = counting.calls.held.number, set()
+    for n in (*range(1, 10, 2), *range(10, total, total // 5), total):
         try:
             trimtab.plan(made, chosen, Failing(n), batch, num_blocks=3)
             outcomes.add("planned")
@@ -204,7 +197,7 @@ def test_a_loss_that_fails_on_any_call_leaves_no_trace(model):
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, MemoryError])
-@pytest.mark.parametrize("n", [1, 3, 12, 20])
+@pytest.mark.parametrize("n", [1, 12])
 def test_an_interruption_leaves_no_trace_and_is_passed_on(error, n):
     made, chosen, batch = loop(Normalised)
     before = fingerprint(made, chosen)
@@ -220,30 +213,28 @@ def test_an_interruption_leaves_no_trace_and_is_passed_on(error, n):
     assert fingerprint(made, chosen) == before
 
 
-def test_a_candidate_that_cannot_run_is_a_loser_with_its_reason_and_leaves_no_trace():
-    def no_bf16(model, batch):
-        if torch.is_autocast_enabled("cpu"):
-            raise RuntimeError("no kernel for BFloat16")
-        return random_loss(model, batch)
+def no_kernel(loss):
+    raise RuntimeError("no kernel for BFloat16")
+
+
+@pytest.mark.parametrize(
+    ("spoiled", "reason"),
+    [
+        (no_kernel, "RuntimeError: no kernel for BFloat16"),
+        (lambda loss: loss * float("nan"), "the loss is NaN or infinite"),
+    ],
+)
+def test_a_candidate_that_cannot_train_is_a_loser_with_its_reason_and_leaves_no_trace(spoiled, reason):
+    def in_fp32_alone(model, batch):
+        loss = random_loss(model, batch)
+        return spoiled(loss) if torch.is_autocast_enabled("cpu") else loss
 
     made, chosen, batch = loop()
     before = fingerprint(made, chosen)
-    plan = trimtab.plan(made, chosen, no_bf16, batch, num_blocks=3)
+    plan = trimtab.plan(made, chosen, in_fp32_alone, batch, num_blocks=3)
     assert fingerprint(made, chosen) == before
     assert plan.precision.value == "fp32"
-    assert {r.value: r.reason for r in plan.precision.rejected}["bf16"] == "RuntimeError: no kernel for BFloat16"
-
-
-def test_a_candidate_whose_loss_is_no_number_is_a_loser():
-    def overflowing(model, batch):
-        loss = random_loss(model, batch)
-        return loss * (float("nan") if torch.is_autocast_enabled("cpu") else 1.0)
-
-    made, chosen, batch = loop()
-    before = fingerprint(made, chosen)
-    plan = trimtab.plan(made, chosen, overflowing, batch, num_blocks=3)
-    assert fingerprint(made, chosen) == before
-    assert {r.value: r.reason for r in plan.precision.rejected}["bf16"] == "the loss is NaN or infinite"
+    assert {r.value: r.reason for r in plan.precision.rejected}["bf16"] == reason
 
 
 @pytest.mark.parametrize("fails_at", [None, 3, 20])
@@ -266,18 +257,6 @@ def test_the_range_test_leaves_no_trace(fails_at):
         assert len(seen) == fails_at
     assert seen
     assert fingerprint(made, chosen) == before
-
-
-def test_a_range_test_that_diverges_leaves_no_trace():
-    made, chosen, batch = loop(optimizer="sgd with momentum")
-    before = fingerprint(made, chosen)
-
-    def exploding(model, batch):
-        return random_loss(model, batch) + sum(p.square().sum() for p in model.parameters()) ** 3
-
-    plan = trimtab.plan(made, chosen, exploding, batch, num_blocks=3, adapt="learning_rate", data=[batch] * 60)
-    assert fingerprint(made, chosen) == before
-    assert plan.learning_rate_scale.value >= 1
 
 
 # The snapshot itself.
@@ -321,9 +300,7 @@ CHANGES = {
     "frozen": lambda m, o: m.body[0].requires_grad_(False),
     "a momentum": lambda m, o: next(iter(o.state.values()))["momentum_buffer"].add_(1e-6),
     "a rate": lambda m, o: o.param_groups[0].update(lr=0.2),
-    "a flag": lambda m, o: o.param_groups[0].update(foreach=True),
     "a mode": lambda m, o: m.body[1].eval(),
-    "a hook": lambda m, o: m.register_forward_hook(print),
     "torch's generator": lambda m, o: torch.rand(1),
     "python's generator": lambda m, o: random.random(),
     "numpy's generator": lambda m, o: numpy.random.rand(),

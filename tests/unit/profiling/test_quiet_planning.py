@@ -29,7 +29,7 @@ def planned(**options):
     return trimtab.plan(model, optimizer, loss_fn, torch.randn(32, 4), num_blocks=3, **options)
 
 
-@pytest.mark.parametrize("budget", [None, trimtab.Budget(memory="1GiB"), trimtab.Budget(memory="30KiB")])
+@pytest.mark.parametrize("budget", [None, trimtab.Budget(memory="30KiB")])
 def test_nothing_is_written(capfd, budget):
     planned(budget=budget)
     assert capfd.readouterr() == ("", "")
@@ -40,17 +40,17 @@ def test_threads_that_plan_at_once_wait_for_each_other():
 
     def plan():
         try:
-            plans.append(planned(budget=trimtab.Budget(memory="1GiB")))
+            plans.append(planned())
         except BaseException as error:
             errors.append(error)
 
-    threads = [threading.Thread(target=plan) for _ in range(4)]
+    threads = [threading.Thread(target=plan) for _ in range(2)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
     assert errors == []
-    assert len(plans) == 4
+    assert len(plans) == 2
     assert {plan.baseline.peak_bytes for plan in plans} == {plans[0].baseline.peak_bytes}
 
 

@@ -40,6 +40,16 @@ def profiled(*given, device: DeviceSpec = H100, **others):
     return profile_elsewhere(*given, device, **(known | others))
 
 
+def planned(**others):
+    return trimtab.plan(*loop(), **({"device": H100} | others))
+
+
+@pytest.fixture(scope="module")
+def free():
+    """A plan without a limit."""
+    return planned()
+
+
 def test_each_precision_of_the_device_is_traced_and_the_fastest_in_chunks():
     profile = profiled(*loop(), objective=MEMORY_TOO)
     assert profile.trials == ()
@@ -51,7 +61,7 @@ def test_each_precision_of_the_device_is_traced_and_the_fastest_in_chunks():
 
 def test_a_fused_step_is_planned_where_it_was_what_was_traced():
     """Else a plan's peak and time would be those of an optimizer that it leaves as it is."""
-    plan = trimtab.plan(*loop(), device=H100, reference=trimtab.Reference("bf16"))
+    plan = planned(reference=trimtab.Reference("bf16"))
     assert plan.fused_optimizer.value
     assert plan.fused_optimizer.code == "trace.fused"
     assert [(loser.value, loser.code) for loser in plan.fused_optimizer.rejected] == [(False, "trace.missing")]
@@ -88,33 +98,15 @@ def test_layers_most_of_whose_memory_no_trace_tells_are_refused():
         trimtab.plan(model, torch.optim.AdamW(model.parameters()), loss_fn, (torch.randn(16, 64, 32),), device=H100)
 
 
-def test_peaks_are_said_to_be_traced_and_by_how_much_they_are_raised():
-    plan = trimtab.plan(*loop(), device=H100)
-    assert "peak memory: traced, plus a margin of 5%" in str(plan)
-    assert "step time: from the data sheet of the device; 33% is added before comparison with a limit" in str(plan)
-    assert str(plan).count("not calibrated") == 2
-
-
-def test_seconds_of_a_data_sheet_are_held_against_a_limit_with_a_margin():
-    step_s = trimtab.plan(*loop(), device=H100).predicted.step_s
-    roomy = trimtab.plan(*loop(), device=H100, budget=trimtab.Budget(time=1.34 * step_s))
-    assert roomy.predicted.step_s == step_s
-    with raises(InfeasibleError, code="plan.infeasible", field="budget"):
-        trimtab.plan(*loop(), device=H100, budget=trimtab.Budget(time=1.32 * step_s))
-    with raises(InfeasibleError, code="plan.infeasible", field="budget") as caught:
-        trimtab.plan(*loop(), device=H100, budget=trimtab.Budget(memory="1MiB"))
-    assert "33%" not in str(caught.value)
-
-
-def test_a_loss_of_several_values_is_refused_as_everywhere():
-    model, optimizer, _, batch = loop()
-
-    def losses(model, batch):
-        tokens = batch[0]
-        return nn.functional.cross_entropy(model(tokens[:, :-1]).transpose(1, 2), tokens[:, 1:], reduction="none")
-
-    with raises(ModelError, code="model.not_traceable", field="model"):
-        trimtab.plan(model, optimizer, losses, batch, device=H100)
+def test_figures_are_compared_with_limits_with_a_margin(free):
+    assert "peak memory: traced, plus a margin of 5%" in str(free)
+    assert "step time: from the data sheet of the device; 33% is added before comparison with a limit" in str(free)
+    assert planned(budget=trimtab.Budget(time=1.34 * free.predicted.step_s)).predicted == free.predicted
+    for limit in ({"time": 1.32 * free.predicted.step_s}, {"memory": "1MiB"}):
+        with raises(InfeasibleError, code="plan.infeasible", field="budget"):
+            planned(budget=trimtab.Budget(**limit))
+    with pytest.raises(InfeasibleError):
+        planned(device=replace(H100, memory_bytes=1000))
 
 
 def test_small_chunks_of_the_loss_head_are_traced_where_memory_counts_alone():
@@ -125,13 +117,12 @@ def test_small_chunks_of_the_loss_head_are_traced_where_memory_counts_alone():
     assert chunks(budget=trimtab.Budget(memory="4MiB")) == chunks(objective=MEMORY_TOO) == {128, 64}
 
 
-@pytest.mark.parametrize("share", [0.9, 0.7, 0.5])
-def test_a_limit_gives_no_faster_plan_than_none(share):
-    """What a limit has traced in addition is no faster than what is traced without one."""
-    free = trimtab.plan(*loop(), device=H100)
+@pytest.mark.parametrize("share", [0.9, 0.5])
+def test_less_memory_is_met_and_gives_no_faster_plan(free, share):
     limit = int(share * free.baseline.peak_bytes)
-    limited = trimtab.plan(*loop(), device=H100, budget=trimtab.Budget(memory=limit))
+    limited = planned(budget=trimtab.Budget(memory=limit))
     assert free.predicted.step_s <= limited.predicted.step_s
+    assert limited.predicted.peak_bytes <= limit
 
 
 def test_nothing_of_the_loop_is_touched():
@@ -167,7 +158,7 @@ def test_peaks_are_those_of_a_trace_at_any_size(precision, chunk):
 
 def test_a_plan_is_predicted_and_says_so():
     slow = replace(H100, peak_flops={"fp32": 1e9, "tf32": 2e9, "bf16": 8e9})
-    plan = trimtab.plan(*loop(), device=slow)
+    plan = planned(device=slow)
     assert (plan.measured, plan.verified, plan.check) == (None, None, None)
     assert plan.baseline.step_s > plan.predicted.step_s
     assert plan.precision.value == "bf16"
@@ -177,22 +168,6 @@ def test_a_plan_is_predicted_and_says_so():
     assert "x the speed on H100 SXM, predicted" in str(plan).splitlines()[0]
     assert "not proved" in str(replace(plan, micro_batch=replace(plan.micro_batch, value=8, changed=True)))
     assert {loser.value for loser in plan.precision.rejected} >= {"fp32", "tf32"}
-
-
-def test_less_memory_is_met_by_smaller_chunks_or_micro_batches():
-    free = trimtab.plan(*loop(), device="H100 SXM")
-    tight = trimtab.plan(
-        *loop(), device="H100 SXM", budget=trimtab.Budget(memory=int(0.75 * free.predicted.peak_bytes))
-    )
-    assert tight.predicted.peak_bytes <= 0.75 * free.predicted.peak_bytes
-    with raises(InfeasibleError, code="plan.infeasible", field="budget"):
-        trimtab.plan(*loop(), device="H100 SXM", budget=trimtab.Budget(memory=1000))
-
-
-def test_a_device_s_own_memory_is_a_limit():
-    small = replace(H100, memory_bytes=1000)
-    with pytest.raises(InfeasibleError):
-        trimtab.plan(*loop(), device=small)
 
 
 def test_batch_statistics_are_not_split():
@@ -208,25 +183,27 @@ def test_batch_statistics_are_not_split():
     assert plan.check.reason in str(plan)
 
 
-def test_a_loop_without_memory_can_be_planned():
+def test_a_loop_without_memory_can_be_planned(free):
     with FakeTensors():
         model, optimizer, loss_fn, batch = loop()
     plan = trimtab.plan(model, optimizer, loss_fn, batch, device="H100 SXM")
-    there = trimtab.plan(*loop(), device="H100 SXM")
-    assert (plan.predicted, plan.changes) == (there.predicted, there.changes)
+    assert (plan.predicted, plan.changes) == (free.predicted, free.changes)
 
 
 def test_what_cannot_be_traced_is_said_at_the_door():
     model, optimizer, _, batch = loop()
-    with raises(ModelError, code="model.not_traceable", field="model"):
-        trimtab.plan(model, optimizer, lambda m, b: m(b[0]).sum() * m(b[0]).sum().item(), batch, device="H100 SXM")
+    reads = lambda m, b: m(b[0]).sum() * m(b[0]).sum().item()  # noqa: E731
+    several = lambda m, b: nn.functional.cross_entropy(m(b[0])[:, -1], b[0][:, -1], reduction="none")  # noqa: E731
+    for loss_fn in (reads, several):
+        with raises(ModelError, code="model.not_traceable", field="model"):
+            trimtab.plan(model, optimizer, loss_fn, (batch[0][:, :32],), device="H100 SXM")
     with raises(ValueGivenError, code="batch.too_small", field="example_batch"):
         trimtab.plan(model, optimizer, next_token_loss, (batch[0][:2],), device="H100 SXM")
     with raises(ValueGivenError, code="device.peaks_unknown", field="device"):
-        trimtab.plan(*loop(), device=replace(H100, bandwidth_bytes_s=None))
+        planned(device=replace(H100, bandwidth_bytes_s=None))
 
 
 @pytest.mark.parametrize("device", ["Frobnicator 9000", ""])
 def test_a_device_that_is_not_known_is_refused(device):
     with raises(ValueGivenError, code="value.invalid", field="device"):
-        trimtab.plan(*loop(), device=device)
+        planned(device=device)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -78,12 +79,13 @@ def traced_step(precision, text):
     return found
 
 
-@pytest.mark.parametrize("rows", [ROWS, 12, 32])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("text", SCHEDULES)
-def test_peaks_are_those_of_a_step_that_is_traced_so(text, precision, rows):
+def test_peaks_are_those_of_a_step_that_is_traced_so(text, precision):
     found, step = traced(precision), traced_step(precision, text)
-    for model, expected in ((found.whole, step.whole), (found.sliced, step.sliced)):
+    for (model, expected), rows in itertools.product(
+        ((found.whole, step.whole), (found.sliced, step.sliced)), (ROWS, 12, 32)
+    ):
         chain = model.at(rows)
         schedule = (*schedule_of(text, SHAPE.num_layers), keep_all(SHAPE.num_layers + 1)[-1])
         told = max(chain.held_bytes + predict(chain.stages, schedule).peak_bytes, step.step.peak_bytes(rows))
@@ -103,10 +105,16 @@ def planned(make, **given):
     return profile_elsewhere(*make(), L4, **(known | given))
 
 
+@functools.cache
+def of_both():
+    """Return the profile of a loop for time and memory."""
+    return planned(loop, objective=trimtab.Objective(1.0, 1.0))
+
+
 @pytest.mark.parametrize("text", [EVERY_BLOCK, "~0-4", "(0-1) (2-3) 4"])
 def test_seconds_are_those_of_what_runs_again(text):
     """To 15%: torch computes no more of a block than its backward needs, and stops before its last operators."""
-    profile = planned(loop, objective=trimtab.Objective(1.0, 1.0))
+    profile = of_both()
     (found,) = {each.candidate.precision: each for each in profile.recomputables}.values()
     precision = found.candidate.precision
     traced_as = {"tf32": "fp32", "fp16": "bf16"}.get(precision, precision)
@@ -117,7 +125,7 @@ def test_seconds_are_those_of_what_runs_again(text):
 
 def test_no_micro_batch_is_told_less_than_its_operators_take():
     """Of few rows an operator takes what starting it takes."""
-    profile = planned(loop, objective=trimtab.Objective(1.0, 1.0))
+    profile = of_both()
     for found in profile.recomputables:
         traced_as = traced({"tf32": "fp32", "fp16": "bf16"}.get(found.candidate.precision, found.candidate.precision))
         for rows in (1, 2, ROWS // 2, ROWS):
