@@ -18,6 +18,9 @@ from trimtab.energy.energy_meter import EnergyClock, GivenWatts, Meter, NoMeter,
 from trimtab.energy.nvml import nvml
 from trimtab.energy.rapl import ROOT, rapl
 
+WITHOUT_METER = ("refuse", "renormalise")
+_BY_OTHERS = "another rank reads the meter of this machine"
+
 
 @dataclass(frozen=True)
 class ReadCounters:
@@ -33,9 +36,6 @@ class ReadCounters:
     def nothing(self) -> bool:
         """True if other ranks read all counters."""
         return not (self.processor or self.device)
-
-
-WITHOUT_METER = ("refuse", "renormalise")
 
 
 @dataclass(frozen=True)
@@ -141,9 +141,6 @@ def measurable(
         'Metering(without="renormalise") drops the weight of energy from the objective, but no limit.',
         code="energy.no_meter",
     )
-
-
-_BY_OTHERS = "another rank reads the meter of this machine"
 
 
 def _of_device(device: torch.device, reads: ReadCounters, processor: Any, library: Any) -> SelectedMeter:

@@ -16,6 +16,7 @@ from trimtab.energy.energy_meter import MeterLost, NoMeter
 SAMPLED_S = 2.0
 # NVML errors for a missing feature, or a driver too old for the query.
 _NONE = ("NVML_ERROR_NOT_SUPPORTED", "NVML_ERROR_FUNCTION_NOT_FOUND")
+_MIG = "and the energy counter covers the whole GPU, including the work of other slices"
 
 
 def load() -> Any:
@@ -57,9 +58,6 @@ def position(ordinal: int, uuids: Sequence[str], names: Sequence[str], environme
             raise MeterLost(order, code="nvml.device_order")
         return int(entry)
     return _of_uuid(entry, uuids, f"{entry!r} of CUDA_VISIBLE_DEVICES={visible!r}")
-
-
-_MIG = "and the energy counter covers the whole GPU, including the work of other slices"
 
 
 def _of_uuid(uuid: str, uuids: Sequence[str], name: str) -> int:

@@ -20,6 +20,8 @@ from trimtab.measure.dispatch_mode import EagerDispatchMode
 from trimtab.measure.fake_tensors import FakeTensors
 from trimtab.measure.storage_lifetimes import LossFn, cannot_trace
 
+Arguments = tuple[tuple[Any, ...], Mapping[str, Any]]
+
 
 @dataclass(frozen=True)
 class BlockGraph:
@@ -142,9 +144,6 @@ class _Watch(EagerDispatchMode):
         return theirs.args[0] is ours.result and same_arguments(
             (ours.args[1:], ours.kwargs), (theirs.args[1:], theirs.kwargs)
         )
-
-
-Arguments = tuple[tuple[Any, ...], Mapping[str, Any]]
 
 
 def same_arguments(ours: Arguments, theirs: Arguments) -> bool:

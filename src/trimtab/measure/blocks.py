@@ -1,4 +1,4 @@
-"""Blocks of a model, found in its module tree: the units of activation checkpointing."""
+"""Blocks of a model, the units of activation checkpointing: found in its module tree, and observed by hooks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Fake tensors: shape, dtype and strides without memory. Only this module uses torch's private interface."""
+"""Fake tensors: shape, dtype and strides without memory; and a mode in which calls on a CPU behave as on CUDA.
+
+Only this module uses torch's private interface of fake tensors.
+"""
 
 from __future__ import annotations
 
@@ -32,6 +35,7 @@ _MOST_FLASH = 256  # maximum head size of flash attention
 # Private; if missing, backward behaves as on a CPU.
 _ENGINE: Any = getattr(torch.autograd.Variable, "_execution_engine", None)
 _attend, _softmax, _drop_out = F.scaled_dot_product_attention, F.softmax, F.dropout
+T = TypeVar("T")
 
 
 def _everywhere(names: str) -> frozenset[Any]:
@@ -130,9 +134,6 @@ def _attention(
     keeps = any(each.requires_grad for each in (query, key, value))
     attended = kernel(query, key, value, attn_mask, keeps, dropout_p, is_causal, scale=scale)[0]
     return attended
-
-
-T = TypeVar("T")
 
 
 class FakeTensors:

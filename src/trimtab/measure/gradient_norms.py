@@ -21,6 +21,7 @@ from trimtab.measure.timing import OverheadTimer
 
 # Maximum bytes of gradients whose accumulation or release is delayed.
 CHUNK_BYTES = 32 * 2**20
+_HOOK = "set_all_reduce_hook"
 
 
 class _Norms:
@@ -142,8 +143,6 @@ def squared_norm(gradients: list[Tensor]) -> Tensor:
 
 
 # Squared gradient norms of FSDP2 models, where gradients are reduced into shards and parameter hooks never fire.
-
-_HOOK = "set_all_reduce_hook"
 
 
 def is_sharded(model: nn.Module) -> bool:

@@ -32,6 +32,7 @@ PREPARED = {"mkldnn_rnn_layer_backward": "mkldnn_rnn_layer"}
 _TRAINED = 5  # of a recurrent layer's tensors: the input and four weights
 # Limit for the tensors of a call in bytes, so that tracing uses little memory compared with the step.
 MOST_BYTES = 2**31
+_PRECISIONS = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
 class WorkspaceTooLarge(ModelError):
@@ -160,9 +161,6 @@ def _beyond_results(function: Callable[[], Any]) -> int:
     held: list[Any] = []
     growth = peak_growth(lambda: held.append(function()))
     return max(0, growth - storage_bytes(t for t in tree_iter(held) if isinstance(t, Tensor)))
-
-
-_PRECISIONS = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
 @dataclass

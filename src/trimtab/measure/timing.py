@@ -1,4 +1,4 @@
-"""Device-synchronized wall-clock times, in total and by phase."""
+"""Times on a device: synchronized calls and phases, stamps of steps, overhead; and asynchronous copies of scalars."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+_Stamp = float | torch.cuda.Event
 
 
 class OverheadTimer:
@@ -70,9 +72,6 @@ def stamp(device: torch.device) -> torch.cuda.Event | None:
     event = torch.cuda.Event(enable_timing=True)
     event.record(torch.cuda.current_stream(device))
     return event
-
-
-_Stamp = float | torch.cuda.Event
 
 
 @dataclass(frozen=True)

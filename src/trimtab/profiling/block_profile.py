@@ -31,6 +31,17 @@ from trimtab.settings.recompute import use_schedule
 from trimtab.state.peak_memory import state_tensors, storage_bytes
 from trimtab.training.batch import to_device
 
+T = TypeVar("T")
+_MEASURING_S = 1.0  # Seconds per schedule, if more than the fewest steps fit.
+_MOST = 10
+_OTHERS = 14  # Steps for finding loss scales, trying blocks and timing their forwards.
+_SMALLER = 4  # Ratio of the larger to the smaller micro-batch.
+# Lower bounds, as fractions of the blocks' forward time, for recomputation of whole blocks and in part, because the
+# measured difference may be lost in noise.
+_LEAST, _LEAST_IN_PART = 0.5, 0.1
+NO_BLOCKS = "the model has no blocks that run once in a forward"
+_FORWARDS = 3  # Steps in which the forwards of blocks are timed against each other.
+
 
 def forward_seconds(
     step: Callable[[], object], model: nn.Module, blocks: Sequence[str], device: torch.device, *, steps: int = 5
@@ -62,16 +73,6 @@ def _stamped(model: nn.Module, blocks: Sequence[str], device: torch.device) -> I
 
     with hook_blocks(model, blocks, note, note):
         yield list(stamps.values())
-
-
-T = TypeVar("T")
-_MEASURING_S = 1.0  # Seconds per schedule, if more than the fewest steps fit.
-_MOST = 10
-_OTHERS = 14  # Steps for finding loss scales, trying blocks and timing their forwards.
-_SMALLER = 4  # Ratio of the larger to the smaller micro-batch.
-# Lower bounds, as fractions of the blocks' forward time, for recomputation of whole blocks and in part, because the
-# measured difference may be lost in noise.
-_LEAST, _LEAST_IN_PART = 0.5, 0.1
 
 
 @dataclass(frozen=True)
@@ -157,10 +158,6 @@ def with_schedule(model: nn.Module, names: tuple[str, ...], schedule: Schedule, 
         return call()
     finally:
         undo()
-
-
-NO_BLOCKS = "the model has no blocks that run once in a forward"
-_FORWARDS = 3  # Steps in which the forwards of blocks are timed against each other.
 
 
 def measure_recomputable(subject: TrainingLoop, candidate: Candidate, *, splits: bool = True) -> RecomputableBlocks:

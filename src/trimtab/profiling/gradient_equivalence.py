@@ -56,6 +56,24 @@ from trimtab.training.out_of_memory import is_out_of_memory
 from trimtab.training.sample_count import read_sample_count
 from trimtab.training.split_conditions import normalises_by_batch
 
+_MOST_SCALED = 0.1
+TOLERANCE = 1e-4
+# Multiple of the change caused by perturbing the weights in their last bit that counts as rounding; and the largest
+# fraction of the whole gradient that rounding may explain for a parameter whose own gradient is near zero.
+_TIMES_ROUNDING, _MOST_ROUNDING = 30.0, 1e-5
+_SMALLEST = 1e-9  # Fraction of the whole gradient; smaller differences are ignored.
+_FP32_BYTES = 4
+_STATISTIC = re.compile(r"\.(running_mean|running_var|num_batches_tracked)\b")
+# Codes of checks that compared gradients.
+_DIFFERS = ("split.gradient_differs", "split.token_mean", "split.loss_is_sum")
+_HALF_ROUNDING = 0.02  # Largest relative rounding error of a half-precision gradient.
+_MOVED = 0.01  # Relative perturbation of the weights for detecting changes of state.
+_OTHER_WEIGHT = 1e-3  # Relative deviation of a piece's weight from its fraction of the samples.
+_REPEATED = 2e-6  # Relative difference of a repeated gradient; atomic additions on a GPU cause no more.
+_COUNTED = 4  # Largest number of samples for counting random draws.
+_OTHER_ROWS = 4  # A second batch has at most this many samples, or a quarter of the batch.
+Gradients = dict[str, Tensor]
+
 
 def require_own_forward(subject: TrainingLoop, precision: str) -> None:
     """Compute the loss of the batch once, with gradients and in the loop's precision, and check the model's forward.
@@ -112,9 +130,6 @@ def _look(subject: TrainingLoop, precision: str, casts: set[torch.dtype | None])
         end()
 
 
-_MOST_SCALED = 0.1
-
-
 def other_values(batch: Any, samples: int, wanted: int, batching: BatchSplitting = BY_CONTAINERS) -> Any | None:
     """Return a batch with the same samples in another order and with changed values; None if indexing fails.
 
@@ -147,23 +162,6 @@ def other_values(batch: Any, samples: int, wanted: int, batching: BatchSplitting
     except (BatchError, RuntimeError, TypeError, IndexError):
         return None
     return other if reading.samples == wanted and reading.is_splittable else None
-
-
-TOLERANCE = 1e-4
-# Multiple of the change caused by perturbing the weights in their last bit that counts as rounding; and the largest
-# fraction of the whole gradient that rounding may explain for a parameter whose own gradient is near zero.
-_TIMES_ROUNDING, _MOST_ROUNDING = 30.0, 1e-5
-_SMALLEST = 1e-9  # Fraction of the whole gradient; smaller differences are ignored.
-_FP32_BYTES = 4
-_STATISTIC = re.compile(r"\.(running_mean|running_var|num_batches_tracked)\b")
-# Codes of checks that compared gradients.
-_DIFFERS = ("split.gradient_differs", "split.token_mean", "split.loss_is_sum")
-_HALF_ROUNDING = 0.02  # Largest relative rounding error of a half-precision gradient.
-_MOVED = 0.01  # Relative perturbation of the weights for detecting changes of state.
-_OTHER_WEIGHT = 1e-3  # Relative deviation of a piece's weight from its fraction of the samples.
-_REPEATED = 2e-6  # Relative difference of a repeated gradient; atomic additions on a GPU cause no more.
-_COUNTED = 4  # Largest number of samples for counting random draws.
-_OTHER_ROWS = 4  # A second batch has at most this many samples, or a quarter of the batch.
 
 
 def check_splitting(subject: TrainingLoop, precision: str = "fp32", start: LoopState | None = None) -> SplitCheck:
@@ -397,9 +395,6 @@ def _matter(subject: TrainingLoop, batch: Any, draws: Sequence[MaskDraw]) -> boo
             return True
         before = found
     return False
-
-
-Gradients = dict[str, Tensor]
 
 
 def _unequal_split(subject: TrainingLoop) -> Iterator[tuple[Any, int]]:

@@ -16,6 +16,8 @@ from trimtab.core.profile import OUT_OF_MEMORY, RAN_OUT
 from trimtab.training.loop_warnings import graph_used
 from trimtab.training.out_of_memory import is_out_of_memory
 
+T = TypeVar("T")
+
 
 def describe(error: BaseException) -> str:
     """Return an exception's class and the first line of its message, up to 200 characters."""
@@ -28,9 +30,6 @@ def describe(error: BaseException) -> str:
 def failure_of(error: BaseException) -> Note:
     """Return the failure of a trial that raised an exception."""
     return Note(RAN_OUT if is_out_of_memory(error) else "trial.failed", describe(error))
-
-
-T = TypeVar("T")
 
 
 class Notes:

@@ -70,6 +70,11 @@ _MANY_TIMES, _NEAR_ZERO = 30.0, 1e-3
 _TINY_RATE, _MOVING_RATE = 1e-6, 1e-3
 _MOST_ROUNDING = 0.9  # Fraction of the distance moved.
 _STATE_OF = " of "  # Joins the names of a tensor of optimizer state and of its parameter.
+# Receives "gradients" of the first step and then "state" after the second, each by the name of a tensor.
+_See = Callable[[str, Mapping[str, Tensor]], None]
+_Loop = Callable[[_See], None]
+_Copies = dict[str, dict[str, Tensor]]
+_Apart = dict[str, Norms]
 
 
 @dataclass(frozen=True)
@@ -91,13 +96,6 @@ class Tolerance:
 
 _FP32 = Tolerance(relative=1e-4, moved=1e-3, times=30.0, most=0.3)
 _REDUCED = Tolerance(relative=0.02, moved=0.05, times=4.0, most=0.9)
-
-
-# Receives "gradients" of the first step and then "state" after the second, each by the name of a tensor.
-_See = Callable[[str, Mapping[str, Tensor]], None]
-_Loop = Callable[[_See], None]
-_Copies = dict[str, dict[str, Tensor]]
-_Apart = dict[str, Norms]
 
 
 @dataclass(frozen=True)

@@ -74,6 +74,11 @@ from trimtab.training.window_snapshot import bytes_to_begin_anew
 
 P = ParamSpec("P")
 R = TypeVar("R")
+MIN_WORDS = 4_096  # With fewer columns, the head's time is negligible.
+_TOKENS, _PAIRS = 512, 5
+NUM_BLOCKS = 5
+_PHASE_STEPS, _PHASES_S = 3, 3.0
+_NO_TIME = "the planning time was used up before the blocks were measured"
 
 
 def split_check_and_hooks(
@@ -144,10 +149,6 @@ def _hooks_of_own_step(subject: TrainingLoop, precision: str) -> tuple[GradientH
     return tuple(watch.found)
 
 
-MIN_WORDS = 4_096  # With fewer columns, the head's time is negligible.
-_TOKENS, _PAIRS = 512, 5
-
-
 def padding_saves_s(model: nn.Module, words: int, tokens: int, precision: str) -> float | None:
     """Return the seconds per step that padding the head's columns would save; 0 if not significant.
 
@@ -190,11 +191,6 @@ def _products(rows: Tensor, weight: Tensor, precision: str) -> None:
     with autocast(precision, rows.device):
         logits = nn.functional.linear(rows, weight)
     torch.autograd.grad(logits, [rows, weight], torch.ones_like(logits))
-
-
-NUM_BLOCKS = 5
-_PHASE_STEPS, _PHASES_S = 3, 3.0
-_NO_TIME = "the planning time was used up before the blocks were measured"
 
 
 def _with_typed_errors(function: Callable[P, R]) -> Callable[P, R]:

@@ -1,4 +1,4 @@
-"""Random numbers drawn in a forward: test for masks shared between samples, and replay of masks.
+"""Random numbers drawn in a forward: dropout that is disabled, masks shared between samples, and replay of masks.
 
 Dropout may be disabled in the splitting check because micro-batches draw masks from the same distribution. This
 requires a separate mask for each sample. A mask of a weight, or a single number for the whole batch, is drawn again
@@ -26,6 +26,12 @@ from trimtab.settings.dropout import dropout_modules
 
 # Name parts of third-party layers that may draw their own masks (DropPath, DropBlock).
 _OWN_DROP_NAMES = ("drop", "stochasticdepth")
+_IGNORED = ("aten::_cudnn_init_dropout_state",)  # Drawn once per process, with a fixed size.
+_FAR = 3.0  # Standard deviations.
+# Warning about global hooks, which are trimtab's own.
+_OF_GLOBAL_HOOKS = r"Using `torch\.compile\(module\)` when there are global hooks"
+_EXTREMES = (0, 1)
+VARIANTS = 5  # Variants of drawn numbers: the two extremes, and three seeds.
 
 
 @contextlib.contextmanager
@@ -139,14 +145,6 @@ _REPLACEMENTS: dict[Callable[..., Any], Callable[[Callable[..., Any], list[Any],
     **dict.fromkeys((F.multi_head_attention_forward, F.rrelu), _not_training),
     **dict.fromkeys((torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu), _without_layer_dropout),
 }
-
-
-_IGNORED = ("aten::_cudnn_init_dropout_state",)  # Drawn once per process, with a fixed size.
-_FAR = 3.0  # Standard deviations.
-# Warning about global hooks, which are trimtab's own.
-_OF_GLOBAL_HOOKS = r"Using `torch\.compile\(module\)` when there are global hooks"
-_EXTREMES = (0, 1)
-VARIANTS = 5  # Variants of drawn numbers: the two extremes, and three seeds.
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,9 @@ from trimtab.profiling.training_loop import TrainingLoop
 
 DONE, RAISED, LATE = "done", "raised", "late"
 _PATIENCE_S, _LOOK_S = 10.0, 0.002
+_WORTH_S = 0.1  # Seconds per step; a hundred times less can be tolerated.
+_SHARE, _FEWEST = 32, 2  # A fraction of 1/32 of the samples, and at least 2 for batch statistics.
+_HOPELESS = 10.0  # Above 1, because fixed costs (mainly casts of weights) dominate with few samples.
 
 
 def can_fork() -> bool:
@@ -87,11 +90,6 @@ def _run(function: Callable[[], object]) -> None:
         del kept
     finally:
         os._exit(code)
-
-
-_WORTH_S = 0.1  # Seconds per step; a hundred times less can be tolerated.
-_SHARE, _FEWEST = 32, 2  # A fraction of 1/32 of the samples, and at least 2 for batch statistics.
-_HOPELESS = 10.0  # Above 1, because fixed costs (mainly casts of weights) dominate with few samples.
 
 
 class CrashTest:

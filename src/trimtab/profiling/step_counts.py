@@ -17,6 +17,7 @@ from trimtab.profiling.training_loop import TrainingLoop
 from trimtab.training.out_of_memory import is_out_of_memory
 
 _SMALLEST = 16  # minimum size of two equal dimensions to count as attention scores
+_REFUSED = "torch's FLOP counter does not support an operator of the model, or a shape of its inputs"
 
 
 class SoftmaxDetector(EagerDispatchMode):
@@ -43,9 +44,6 @@ class SoftmaxDetector(EagerDispatchMode):
 
 def _is_square(shape: torch.Size) -> bool:
     return len(shape) >= 3 and shape[-1] == shape[-2] >= _SMALLEST
-
-
-_REFUSED = "torch's FLOP counter does not support an operator of the model, or a shape of its inputs"
 
 
 class StepCounts(NamedTuple):

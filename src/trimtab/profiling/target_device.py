@@ -40,6 +40,8 @@ from trimtab.training.batch import BY_CONTAINERS, BatchSplitting
 from trimtab.training.run import LossFn
 from trimtab.training.split_conditions import has_batch_statistics
 
+_SPLITS = "no module normalises over the batch; the splitting check runs when planning on the target device"
+
 
 def trace_blocks(
     model: nn.Module,
@@ -128,9 +130,6 @@ def trace_blocks_for_others(
         progress(f"tracing blocks for other devices: {candidate.describe()}")
         found.append(trace_blocks(*loop, candidate, subject.named_blocks, **how))
     return tuple(each for each in found if not isinstance(each, str))
-
-
-_SPLITS = "no module normalises over the batch; the splitting check runs when planning on the target device"
 
 
 @one_at_a_time

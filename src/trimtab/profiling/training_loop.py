@@ -1,4 +1,4 @@
-"""The loop under trial: the user's model, optimizer, loss and example batch."""
+"""The loop under trial: the user's model, optimizer, loss and example batch; one loop is planned at a time."""
 
 from __future__ import annotations
 

@@ -47,6 +47,18 @@ from trimtab.training.run import Run
 RANGE_TEST_STEPS = 40
 WIDEST = 300.0
 _NO_LIMIT = 1e30  # Limit on the gradient norm that never clips: the factor is exactly 1.
+PAIR_STEPS = 60
+NUM_PAIRS = 5  # Fewer pairs cannot give a verdict (math: section 8).
+ADAPTATIONS = ("learning_rate", "batch", "optimizer", "schedule", "dropout")
+# Settings compared in short paired trainings, and all settings that need short trainings.
+RACED = frozenset({"optimizer", "schedule", "dropout"})
+TRAINED = RACED | {"learning_rate"}
+# Optimizers that normalise the gradient by its magnitude, from the first step on.
+_SCALE_FREE = (torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.Adamax)
+_MUON = replace(Plan.optimizer, value="muon", reason="raced", changed=True)
+_NONE_DROPPED = replace(Plan.dropout, value=0.0, reason="raced", changed=True)
+_LINEAR = replace(Plan.schedule, value="warmup_linear", reason="raced", changed=True)
+Say = Callable[[str], None]
 
 
 def range_test(
@@ -100,10 +112,6 @@ def _with_norms(plan: Plan) -> Plan:
     if plan.clip_norm.value is not None:
         return plan
     return replace(plan, clip_norm=replace(plan.clip_norm, value=_NO_LIMIT))
-
-
-PAIR_STEPS = 60
-NUM_PAIRS = 5  # Fewer pairs cannot give a verdict (math: section 8).
 
 
 def short_race(
@@ -211,19 +219,6 @@ def _repeated(data: Iterable[Any], group: int = 1) -> Iterator[Any]:
             yield from batches
         if is_empty or isinstance(data, Iterator):
             return
-
-
-ADAPTATIONS = ("learning_rate", "batch", "optimizer", "schedule", "dropout")
-# Settings compared in short paired trainings, and all settings that need short trainings.
-RACED = frozenset({"optimizer", "schedule", "dropout"})
-TRAINED = RACED | {"learning_rate"}
-# Optimizers that normalise the gradient by its magnitude, from the first step on.
-_SCALE_FREE = (torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.Adamax)
-_MUON = replace(Plan.optimizer, value="muon", reason="raced", changed=True)
-_NONE_DROPPED = replace(Plan.dropout, value=0.0, reason="raced", changed=True)
-_LINEAR = replace(Plan.schedule, value="warmup_linear", reason="raced", changed=True)
-
-Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)

@@ -46,6 +46,14 @@ from trimtab.training.out_of_memory import is_out_of_memory
 from trimtab.training.run import Run
 
 _MOST_SCALES = 20  # fp16 halves its loss scale after each overflow, here from 65536 to 0.125.
+_MODES = ("modes", SLICED)
+_OTHER_KERNELS = (*_MODES, "head")  # Search phases whose candidates use kernels that have not run yet.
+_FAR_SLOWER = 2.5
+_STAGE_S = 2.5  # Seconds of a candidate's blocks, if more than the requested number fit.
+_MOST = 3  # Limit on blocks, as a multiple of the requested number.
+_WORTH_A_LOOK = 1.05
+_PRICE = 0.1  # Fraction of the saved time of the run that additional blocks may take over the time budget.
+_SLOW_S = 0.3  # On a CPU, one-time costs are small compared with such a long first step.
 
 
 class UntrainableCandidate(Exception):
@@ -152,16 +160,6 @@ class TrialPower:
                 synchronize(subject.device)
                 steps = max(1, steps // 8)
             return clock.read().watts
-
-
-_MODES = ("modes", SLICED)
-_OTHER_KERNELS = (*_MODES, "head")  # Search phases whose candidates use kernels that have not run yet.
-_FAR_SLOWER = 2.5
-_STAGE_S = 2.5  # Seconds of a candidate's blocks, if more than the requested number fit.
-_MOST = 3  # Limit on blocks, as a multiple of the requested number.
-_WORTH_A_LOOK = 1.05
-_PRICE = 0.1  # Fraction of the saved time of the run that additional blocks may take over the time budget.
-_SLOW_S = 0.3  # On a CPU, one-time costs are small compared with such a long first step.
 
 
 @dataclass(frozen=True)

@@ -116,18 +116,15 @@ def test_sparse_gradients_count_a_row_once():
     norms.off()
 
 
-def test_nothing_seen_is_nothing():
-    assert float(squared_norm([])) == 0.0
-    assert float(GradientNorms([]).take()) == 0.0
-
-
 def test_late_scalars_are_read_as_they_were():
     values = torch.tensor([1.0, 2.5, float("inf")])
     assert AsyncScalar(values).read() == [1.0, 2.5, float("inf")]
     assert AsyncScalar(torch.tensor(3)).read() == [3.0]
 
 
-def test_gradients_of_several_dtypes_have_one_norm():
+def test_gradients_of_several_dtypes_have_one_norm_and_none_has_zero():
+    assert float(squared_norm([])) == 0.0
+    assert float(GradientNorms([]).take()) == 0.0
     several = [torch.full((4,), 2.0), torch.full((9,), 1.0, dtype=torch.float64), torch.full((1,), 3.0 + 4.0j)]
     assert float(squared_norm(several)) == 16 + 9 + 25
     assert float(squared_norm([torch.full((4,), 2.0, dtype=torch.bfloat16), torch.ones(1)])) == 17

@@ -51,17 +51,16 @@ def test_the_price_is_a_median_and_above_zero(monkeypatch, probes, price):
     assert fault_s.__wrapped__() == price
 
 
-def test_without_memory_for_it_there_is_no_price(monkeypatch):
+def test_without_counts_or_memory_there_is_no_price(monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(page_faults, "resource", None)
+        assert num_faults() is None
+        assert fault_s.__wrapped__() is None
+
     def fails():
         raise OSError("cannot allocate memory")
 
     monkeypatch.setattr(page_faults, "_probe", fails)
-    assert fault_s.__wrapped__() is None
-
-
-def test_where_nobody_counts_there_is_no_price(monkeypatch):
-    monkeypatch.setattr(page_faults, "resource", None)
-    assert num_faults() is None
     assert fault_s.__wrapped__() is None
 
 

@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 import trimtab
-from trimtab.core.errors import LoopError, LossError, ModelError, ValueGivenError
+from trimtab.core.errors import BatchError, LoopError, LossError, ModelError, ValueGivenError
 from trimtab.core.plan import Plan
 from trimtab.distributed import backend_selection
 from trimtab.profiling.gradient_equivalence import require_own_forward
@@ -223,3 +223,25 @@ def test_a_plan_that_shares_nothing_says_so_on_ranks(one_of_several):
         trimtab.start(*loop("cpu"), Plan.fixed(4)) as run,
     ):
         run.train_step(run.window(BATCH), mean_square)
+
+
+# Example batches that can be read once.
+
+MAKE = {
+    "generator": lambda: (torch.randn(4, 8) for _ in range(2)),
+    "zip": lambda: zip(torch.randn(2, 4, 8), torch.randn(2, 4, 8), strict=True),
+    "in a dict": lambda: {"x": torch.randn(4, 8), "parts": iter([1, 2])},
+    "in a tuple": lambda: (torch.randn(4, 8), map(int, [1, 2])),
+}
+
+
+@pytest.mark.parametrize("name", MAKE)
+def test_an_iterator_is_refused_and_not_read(name):
+    model, batch = nn.Linear(8, 3), MAKE[name]()
+    with pytest.raises(BatchError) as caught:
+        trimtab.plan(
+            model, torch.optim.SGD(model.parameters(), lr=0.1), lambda model, batch: model(batch).mean(), batch
+        )
+    assert caught.value.code == "batch.iterator"
+    read = batch["parts"] if name == "in a dict" else batch[1] if name == "in a tuple" else batch
+    assert len(list(read)) == 2

@@ -51,7 +51,7 @@ def profiled(loss_fn=mean_loss, **others):
 class Loader:
     """Batches that take a while each, the first longer; tells how many were drawn."""
 
-    def __init__(self, batch, wait_s=0.003, first_s=0.4, num_workers=0):
+    def __init__(self, batch, wait_s=0.003, first_s=0.1, num_workers=0):
         self.batch, self.wait_s, self.first_s, self.num_workers = batch, wait_s, first_s, num_workers
         self.drawn = 0
 
@@ -61,12 +61,6 @@ class Loader:
             time.sleep(self.wait_s)
             self.drawn += 1
             yield self.batch
-
-
-def test_without_data_nothing_is_said_of_it():
-    found = profiled()
-    assert list(found.phases_s) == ["slicing", "forward", "backward", "optimizer"]
-    assert found.phases_s["slicing"] < 0.01
 
 
 def test_the_wait_for_a_batch_is_timed_after_the_first_and_becomes_advice():
@@ -80,14 +74,12 @@ def test_the_wait_for_a_batch_is_timed_after_the_first_and_becomes_advice():
     assert any(each.code == "data.waiting" for each in plan.advice)
 
 
-@pytest.mark.parametrize(("num_workers", "waits_s"), [(0, 0.03), (2, 0.02), (None, 0.03)])
-def test_workers_draw_while_the_step_runs(num_workers, waits_s):
+@pytest.mark.parametrize(
+    ("num_workers", "step_s", "waits_s"), [(0, 0.01, 0.03), (2, 0.01, 0.02), (None, 0.01, 0.03), (1, 0.05, 0)]
+)
+def test_workers_draw_while_the_step_runs(num_workers, step_s, waits_s):
     loader = Loader(loop()[2], num_workers=num_workers)
-    assert waiting_s(0.03, {"forward": 0.006, "backward": 0.004}, loader) == pytest.approx(waits_s)
-
-
-def test_workers_that_keep_up_with_the_step_make_no_one_wait():
-    assert waiting_s(0.03, {"forward": 0.05}, Loader(loop()[2], num_workers=1)) == 0
+    assert waiting_s(0.03, {"forward": step_s}, loader) == pytest.approx(waits_s)
 
 
 @pytest.mark.parametrize("batches", [0, 1])
@@ -191,7 +183,7 @@ def test_a_loop_is_counted_in_its_own_precision():
     found = profiled(half_only, reference=Reference("bf16"))
     assert found.loop.flops_per_step > 0
     assert not found.check.splittable
-    assert list(found.phases_s) == ["slicing", "forward", "backward", "optimizer"]
+    assert list(found.phases_s) == ["slicing", "forward", "backward", "optimizer"]  # and no wait for data
 
 
 def test_padding_is_timed_at_the_logits_of_the_loss(monkeypatch):

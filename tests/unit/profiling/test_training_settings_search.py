@@ -59,6 +59,21 @@ def subject(make=Tokens, rate: float = 0.01) -> TrainingLoop:
     return TrainingLoop(model, torch.optim.AdamW(model.parameters(), lr=rate), loss_fn, batches(1)[0])
 
 
+def noted(its: TrainingLoop, note) -> tuple[TrainingLoop, list]:
+    """Return a loop that notes something in each loss, and the notes, which planning does not restore."""
+    kept = OutOfReach(seen=[])
+
+    def noting(model, batch):
+        kept.held.seen.append(note(model, batch))
+        return loss_fn(model, batch)
+
+    return TrainingLoop(its.model, its.optimizer, noting, its.batch), kept.held.seen
+
+
+def first_token(model, batch):
+    return int(batch[0][0, 0])
+
+
 def race(its: TrainingLoop, rival: Plan, data, **given):
     said: list[str] = []
     return short_race(its, STANDS, rival, data, said.append, **given), said
@@ -168,25 +183,17 @@ def test_muon_is_kept_where_it_won_and_the_run_steps_by_it(monkeypatch):
 
 
 @pytest.mark.parametrize("won", [True, False])
-def test_each_is_raced_at_the_rate_of_its_own_range_test(monkeypatch, won):
-    adapt = ("learning_rate", "optimizer")
-    found, (tested, (stands, rival)) = planned(subject(), monkeypatch, PairedTrainingVerdict(won, "so"), adapt)
+def test_each_is_raced_at_the_rate_and_the_rise_of_its_own_range_test(monkeypatch, won):
+    adapt, verdict = ("learning_rate", "optimizer"), PairedTrainingVerdict(won, "so")
+    found, (tested, (stands, rival)) = planned(subject(), monkeypatch, verdict, adapt, run_steps=100)
     assert tested == ["user", "muon"]
+    assert (stands.warmup_fraction.value, rival.warmup_fraction.value) == (0.09, 0.19)
+    assert found.warmup_fraction == (rival if won else stands).warmup_fraction
     assert 1 < stands.learning_rate_scale.value < rival.learning_rate_scale.value
     kept = rival if won else stands
     assert found.learning_rate_scale == kept.learning_rate_scale
     assert found.schedule.value == "warmup_cosine"
     assert found.optimizer.value == ("muon" if won else "user")
-
-
-@pytest.mark.parametrize("won", [True, False])
-def test_each_rate_rises_for_as_many_steps_as_its_own_range_test(monkeypatch, won):
-    adapt = ("learning_rate", "optimizer")
-    found, (_, (stands, rival)) = planned(
-        subject(), monkeypatch, PairedTrainingVerdict(won, "so"), adapt, run_steps=100
-    )
-    assert (stands.warmup_fraction.value, rival.warmup_fraction.value) == (0.09, 0.19)
-    assert found.warmup_fraction == (rival if won else stands).warmup_fraction
 
 
 @pytest.mark.usefixtures("brief_trials")
@@ -294,19 +301,12 @@ def test_what_cannot_be_raced_is_refused_before_anything_is_measured(make, chang
     assert caught.value.field == field
 
 
-def test_one_of_several_ranks_does_not_race(monkeypatch):
+@pytest.mark.parametrize("adapt", ["optimizer", ("learning_rate", "schedule"), ("learning_rate", "dropout")])
+def test_one_of_several_ranks_does_not_race(monkeypatch, adapt):
     its = subject()
     monkeypatch.setattr(trimtab.api, "has_peers", lambda: True)
     with raises(ValueGivenError, code="adapt.needs_single_process", field="adapt"):
-        trimtab.plan(its.model, its.optimizer, loss_fn, its.batch, adapt="optimizer", data=batches())
-
-
-@pytest.mark.parametrize("name", ["schedule", "dropout"])
-def test_no_race_is_run_on_one_of_several_ranks(monkeypatch, name):
-    its = subject()
-    monkeypatch.setattr(trimtab.api, "has_peers", lambda: True)
-    with raises(ValueGivenError, code="adapt.needs_single_process", field="adapt"):
-        trimtab.plan(its.model, its.optimizer, loss_fn, its.batch, adapt=("learning_rate", name), data=batches())
+        trimtab.plan(its.model, its.optimizer, loss_fn, its.batch, adapt=adapt, data=batches())
 
 
 # The shape of the schedule.
@@ -385,16 +385,10 @@ def test_evaluating_changes_no_training():
     its = subject(Heavy)
     its.model.blocks.eval()
     before = fingerprint(its.model, its.optimizer)
-    modes = OutOfReach(ended=[])
-
-    def noted(model, batch):
-        modes.held.ended.append((model.training, model.blocks.training))
-        return loss_fn(model, batch)
-
-    noting = TrainingLoop(its.model, its.optimizer, noted, its.batch)
+    noting, modes = noted(its, lambda model, batch: (model.training, model.blocks.training))
     for by_unseen in (False, True):
         short_race(noting, STANDS, STANDS, batches(), lambda text: None, 4, 1, by_unseen=by_unseen)
-        assert set(modes.held.ended) == ({(True, False), (False, False)} if by_unseen else {(True, False)})
+        assert set(modes) == ({(True, False), (False, False)} if by_unseen else {(True, False)})
     assert fingerprint(its.model, its.optimizer) == before
     assert its.model.training
     assert not its.model.blocks.training
@@ -449,17 +443,9 @@ def test_passes_are_known_by_length_and_steps():
 
 def test_pairs_of_few_batches_that_are_not_shuffled_differ_in_their_order(monkeypatch):
     monkeypatch.setattr("trimtab.profiling.training_settings_search.is_lost", lambda pair: False)
-    kept = OutOfReach(seen=[])
-
-    def noted(model, batch):
-        kept.held.seen.append(int(batch[0][0, 0]))
-        return loss_fn(model, batch)
-
-    its = subject()
-    noting = TrainingLoop(its.model, its.optimizer, noted, its.batch)
+    noting, seen = noted(subject(), first_token)
     data = [(torch.full((ROWS, 6), i), torch.full((ROWS, 6), i)) for i in range(8)]
     short_race(noting, STANDS, STANDS, data, lambda text: None, 8, 3, by_unseen=True, same_step=True)
-    seen = kept.held.seen
     orders = [seen[i : i + 16 : 2] for i in range(0, len(seen), 48)]  # of each pair's first training
     assert [sorted(order) for order in orders] == [list(range(8))] * 3
     assert len({tuple(order) for order in orders}) == 3
@@ -482,17 +468,9 @@ def test_a_rival_whose_step_breaks_a_limit_does_not_win():
 
 def test_what_is_unseen_is_of_one_pass():
     """Two trainings of 8 batches in each pass of 20: the last four of each are dropped."""
-    kept = OutOfReach(seen=[])
-
-    def noted(model, batch):
-        kept.held.seen.append(int(batch[0][0, 0]))
-        return loss_fn(model, batch)
-
-    its = subject()
-    noting = TrainingLoop(its.model, its.optimizer, noted, its.batch)
+    noting, seen = noted(subject(), first_token)
     data = [(torch.full((ROWS, 6), i % 11), torch.full((ROWS, 6), i % 11)) for i in range(20)]
     short_race(noting, STANDS, STANDS, data, lambda text: None, 8, 3, by_unseen=True, same_step=True)
-    seen = kept.held.seen
     trainings = [set(seen[i : i + 16]) for i in range(0, len(seen), 16)]  # each batch is evaluated, then trained on
     assert trainings
     assert all(each in ({*range(8)}, {8, 9, 10, *range(5)}) for each in trainings)
