@@ -476,6 +476,7 @@ def test_a_batch_of_the_data_is_the_second_batch():
     assert (check.splittable, check.code) == (False, "split.token_mean")
 
 
+@pytest.mark.usefixtures("brief_trials")
 def test_planning_takes_the_second_batch_from_the_data():
     model = mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
