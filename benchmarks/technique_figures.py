@@ -203,7 +203,7 @@ def _changed(found: Record, arm: str) -> str:
 def _regularised(root: Path) -> Iterator[str]:
     """Yield a table of the effect of dropout and weight decay after many epochs."""
     found = evaluated(root, "text-ablate-regularised")
-    yield "| change | set in | bits per byte at the end, better by percent (95%, or each pair) | n |"
+    yield "| change | set in | improvement of the final bits per byte in percent (95% interval) | n |"
     yield "|---|---|---|---|"
     for row in found.of("final_metric_difference"):
         change = row.get("change", "")
@@ -214,13 +214,13 @@ def _regularised(root: Path) -> Iterator[str]:
     yield f"{found.link}, {found.machine}."
 
 
-_RACED = {"dropout": "no dropout", "schedule": "a straight line", "optimizer": "Muon"}
+_RACED = {"dropout": "no dropout", "schedule": "linear decay", "optimizer": "Muon"}
 _OPTIONS = ("digits-options", "text-options", "wikitext-dropout", "wikitext-muon")
 
 
 def _raced(root: Path) -> Iterator[str]:
     """Yield a table of the verdicts of short paired trainings."""
-    yield "| record | raced | | what the race said |"
+    yield "| record | alternative | verdict | result of the short paired trainings |"
     yield "|---|---|---|---|"
     for name in filter(functools.partial(is_evaluated, root), _OPTIONS):
         plan = plan_of(root, name, "tuned")

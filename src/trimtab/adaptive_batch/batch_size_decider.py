@@ -81,7 +81,7 @@ class BatchSizeDecider(Stateful):
             self.account.charge(max(window for window, _ in told), max(spent for _, spent in told))
 
     def decide(self) -> None:
-        """Choose k by the rule, and log a change with its figures."""
+        """Choose the number of micro-batches per step by the plan's batch rule, and log a change with its figures."""
         standing = self.standing
         decision = decide(self._rule, standing)
         if decision.k == self.k:

@@ -29,6 +29,10 @@ class StepTimes:
 def rows_needed(scales: float, *, normalises: bool) -> float:
     """Return the samples needed to reach a loss, relative to the smallest batch.
 
+    Args:
+        scales: x, the batch size divided by the gradient noise scale.
+        normalises: True for optimizers that divide by the root mean square of gradients, such as Adam.
+
     1 + x if every batch size has the learning rate with the best next step (McCandlish et al. 2018, eq. 2.7). A rate
     that is best in the long run is lower, so larger batches lose less: 1 + x / 2 lies between the measurements.
 

@@ -288,7 +288,7 @@ class Explanations:
             yield getattr(point.candidate, name), point.refusal or Note("predicted.worse", took)
 
     def _refused_sizes(self) -> Iterator[tuple[Scalar, Note]]:
-        """Yield the winner's micro-batch sizes that exceed the budget."""
+        """Yield the micro-batch sizes that exceed the budget with all other settings of the winner."""
         for point in self.found:
             if point.refusal is not None and point.candidate.alike(self.winner, "micro_batch"):
                 yield point.candidate.micro_batch, point.refusal

@@ -65,8 +65,12 @@ def predict(chain: Sequence[BlockCost], schedule: Schedule) -> ScheduleCost:
     """Return the memory and recomputation of a schedule; `ValueGivenError` unless it has every stage once, in order."""
     check_schedule(schedule, len(chain))
     if any(kept.in_part and chain[kept.index].part is None for kept in kept_in(schedule)):
-        given = "a partly kept stage (~) without an expensive part"
-        raise ValueGivenError("schedule", got=given, expected="partly kept stages with an expensive part")
+        raise ValueGivenError(
+            "schedule",
+            got="~ for a block without matrix products or attention",
+            expected="~ only for blocks that have one",
+            hint="Recompute this block as a whole, or keep its activations.",
+        )
     step = _Step(chain)
     step.run(schedule)
     return ScheduleCost(step.peak, step.recompute_s, tuple(step.runs))

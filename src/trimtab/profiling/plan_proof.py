@@ -100,11 +100,11 @@ _REDUCED = Tolerance(relative=0.02, moved=0.05, times=4.0, most=0.9)
 
 @dataclass(frozen=True)
 class _Comparison:
-    """Configuration of a comparison.
+    """How the optimizer steps of a plan are compared with those of the unchanged loop.
 
     Args:
-        pieces: samples per forward of the unchanged loop.
-        drops: True if dropout stays on.
+        pieces: micro-batch size of the unchanged loop in the comparison.
+        drops: True if dropout stays on in both.
     """
 
     candidate: Candidate

@@ -635,8 +635,8 @@ class _Head:
             raise _broken(f"The model's forward called {name}, a block of a recomputed segment, out of order.")
         if not args or args[0] is not self.made or not same_arguments((args[1:], kwargs), self._given):
             raise _broken(
-                f"The arguments of {name} are not the previous block's output and the other arguments of the first "
-                "block of its recomputed segment."
+                f"{name}, a block within a recomputed segment, was not called with the previous block's output as "
+                "first argument and otherwise with the arguments of the segment's first block."
             )
         if _ambient() != self._under:
             raise _broken(f"Grad mode or autocast changed within a recomputed segment, before {name}.")

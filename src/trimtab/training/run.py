@@ -451,7 +451,7 @@ class Run:
         return applied
 
     def _agreed(self, window: Window) -> AgreedWindow:
-        """Return the window summed over all ranks. With several ranks, waits for the other ranks' parts."""
+        """Return the window's samples, terms and batches, summed over all ranks; waits for the other ranks."""
         if self._peers is not None:
             return self._peers.agreed()
         return AgreedWindow(window.rows, self._weights.terms, window.num_batches, samples=window.samples)

@@ -51,7 +51,7 @@ def with_only(plan: Plan, kept: Collection[str], reference: Reference) -> Plan:
 
 
 def _loop_values(plan: Plan, reference: Reference) -> dict[str, Scalar]:
-    """Return the unchanged value of every choice. A fused step that the plan did not change belongs to the loop."""
+    """Return the value of every setting in the unchanged loop; the loop's own fused optimizer counts as unchanged."""
     kept: dict[str, Scalar] = {f.name: f.default.value for f in fields(Plan) if isinstance(f.default, Choice)}
     kept |= {"micro_batch": plan.batch_size, "precision": reference.precision, "clip_norm": reference.clip_norm}
     kept |= {} if plan.fused_optimizer.changed else {"fused_optimizer": plan.fused_optimizer.value}
