@@ -54,6 +54,9 @@ class Run:
     Attributes:
         model: the model as prepared by the plan (wrapped or sharded where the plan requires it).
         plan: the plan in effect; updated if a fallback changes it during training.
+        stepped_by: optimizer that steps: the user's, or its sharded replacement, whose groups contain all parameters.
+        position: position of the run in its training data.
+        recorder: writer of the run's record; None without a record.
         loss: mean loss of the last window, a detached scalar on the model's device (no synchronisation).
         grad_norm: gradient norm of the last window before clipping; None if it was not computed.
     """
@@ -90,8 +93,8 @@ class Run:
         require_free(model)
         trained = optimizers.with_auxiliary_modules(model, modules)
         self._hook_checks = HookChecks(trained, plan, self._clip_norm, nonfinite, out_of_memory)
-        self.plan, self._recorder, self._keeper = for_model(plan, model), recorder, keeper
-        self._position = DataPosition(is_kept=keeper is not None)
+        self.plan, self.recorder, self._keeper = for_model(plan, model), recorder, keeper
+        self.position = DataPosition(is_kept=keeper is not None)
         self._num_stopped = 0  # Epochs that a stop condition ended or prevented.
         self.loss = torch.tensor(float("nan"))
         self.grad_norm: Tensor | None = None
@@ -114,12 +117,12 @@ class Run:
             undo.push(lay_out(model, optimizer, plan))
             backend.spread(model, optimizer, plan)
             undo.push(lambda kind, error, traceback: backend.gather(error))
-            self.model, self._optimizer = backend.model, backend.optimizer
+            self.model, self.stepped_by = backend.model, backend.optimizer
             self._control: BatchSizeController | None = None
             self._num_batches = 1  # Loader batches per window, unless the plan adapts them.
             if plan.batch_rule is not None:
                 self._control = BatchSizeController(
-                    plan, model, self._optimizer, exchange, self.note, self._weights, keeper
+                    plan, model, self.stepped_by, exchange, self.note, self._weights, keeper
                 )
             note = None if on_trial else self.note
             undo.push(apply_plan(model, self.model, optimizer, plan, self._open.forward, note, make_state=recovers))
@@ -163,7 +166,7 @@ class Run:
         Raises:
             LoopError: a window was opened and neither stepped nor discarded (checked for the last window too).
         """
-        before, has_ended = self._position.num_drawn_before, self._has_ended()
+        before, has_ended = self.position.num_drawn_before, self._has_ended()
 
         def length() -> int:
             if (number := length_of(loader)) is None:
@@ -175,19 +178,19 @@ class Run:
     def _pass_over(self, loader: Iterable[Any]) -> Generator[Window, None, None]:
         if self._keeper is not None:
             require_state_kept(loader)
-        batches = iter(()) if self._has_ended() else self._position.batches(loader)
-        number = self._position.number
+        batches = iter(()) if self._has_ended() else self.position.batches(loader)
+        number = self.position.number
         try:
             yield from self._windows(batches)
         except GeneratorExit:  # The loop dropped this generator, usually by `break`.
             if not self._has_ended():
-                self._position.left(number)
+                self.position.left(number)
             raise
 
     def _has_ended(self) -> bool:
         """Return True if a `Stop` condition or an interruption has ended the iteration."""
         if self.stop_reason is StopReason.INTERRUPTED:  # After a signal, the loop may still leave an epoch by `break`.
-            return self._num_stopped > 0 or self._position.is_to_stay
+            return self._num_stopped > 0 or self.position.is_to_stay
         return self.stop_reason is not None
 
     def _windows(self, batches: Iterator[Any]) -> Iterator[Window]:
@@ -204,20 +207,20 @@ class Run:
             if drawn is None:
                 continue
             if joining is not None:
-                self._keep_for_padding(self._position.taken_first(), joining)
+                self._keep_for_padding(self.position.taken_first(), joining)
                 drawn, absent = [batch for batch in drawn if not isinstance(batch, EmptyBatch)], bool(drawn)
             if drawn:
                 yield self._maker.window(drawn)
             elif joining is not None and joining.goes_on(self.stop_reason):
                 if not joining.is_able:
-                    self._keep_for_padding(self._position.drawn_anew(), joining)
+                    self._keep_for_padding(self.position.drawn_anew(), joining)
                 yield joining.window(self, self._device)
             elif joining is None or not absent:
                 break
         if self.stop_reason:
             self._num_stopped += 1
         else:
-            self._position.over()
+            self.position.over()
         self._open.require_stepped("run.windows")
 
     def _keep_for_padding(self, batch: Any, joining: UnevenInputs) -> None:
@@ -400,7 +403,7 @@ class Run:
             raise loop_errors.unscaled_twice()
         self._show_gradient()
         self._open.unscaled = True
-        self._precision.unscale(self._optimizer)
+        self._precision.unscale(self.stepped_by)
         self._backend.multiply(self._weights.correction)
 
     def _show_gradient(self) -> None:
@@ -443,7 +446,7 @@ class Run:
         factor = self._rate_factor(window, agreed)
         applied = not (self._voids.wants_norm and self._is_void())
         if applied:
-            rates = contextlib.nullcontext() if factor == 1.0 else scaled_rates(self._optimizer, factor)
+            rates = contextlib.nullcontext() if factor == 1.0 else scaled_rates(self.stepped_by, factor)
             with self._backend.stepping(), rates:
                 state.in_optimizer = True
                 applied = self._backend.step(precision)
@@ -487,10 +490,10 @@ class Run:
             self._retry.restore_skipped()
         if not applied:
             self._precision.keep_scale(where=self._voids.is_no_overflow(self.loss))
-        if self._recorder is not None:
+        if self.recorder is not None:
             noise = None if self.noise is None else self.noise.scale
-            rate = applied_rate(self._optimizer, factor)
-            self._recorder.step(PendingStep.of(outcome, self.loss, rate, self.loss_scale, noise))
+            rate = applied_rate(self.stepped_by, factor)
+            self.recorder.step(PendingStep.of(outcome, self.loss, rate, self.loss_scale, noise))
         self._open.reset()
         self._weights.close()
         if agreed.reason is not None:
@@ -504,8 +507,8 @@ class Run:
             if cause is not None:
                 self._precision.leave_fp16()
                 self._note_precision(cause)
-        if self._recorder is not None:
-            self._recorder.stepped()
+        if self.recorder is not None:
+            self.recorder.stepped()
         if applied and window.rows:
             self._voids.applied(consumed.windows - 1, self.loss)
 
@@ -523,8 +526,8 @@ class Run:
         self._require_open()
         value = validation.float_value("run.evaluated", value)
         self._stopping.evaluated(value)
-        if self._recorder is not None:
-            self._recorder.evaluation(self.consumed_samples, name, value)
+        if self.recorder is not None:
+            self.recorder.evaluation(self.consumed_samples, name, value)
 
     def checkpoint(self) -> None:
         """Save a checkpoint now, between two windows.
@@ -545,7 +548,7 @@ class Run:
         The current epoch counts as unfinished even if the loop leaves it. With several ranks, every rank must make this
         call and continue iterating: `windows` ends by itself.
         """
-        self._position.stays()
+        self.position.stays()
         self.ask_to_end()
 
     def ask_to_end(self) -> None:
@@ -556,8 +559,8 @@ class Run:
 
     def note(self, name: str, detail: Mapping[str, Any]) -> None:
         """Add an event to the run's record, if there is a record."""
-        if self._recorder is not None:
-            self._recorder.event(name, detail)
+        if self.recorder is not None:
+            self.recorder.event(name, detail)
 
     def close(self, error: BaseException | None = None) -> None:
         """Restore the user's model, optimizer and global flags; trained weights and optimizer state are kept.
@@ -571,12 +574,12 @@ class Run:
         if self._closed:
             return
         self._abandon()
-        optimizers.drop_gradients(self._optimizer)
+        optimizers.drop_gradients(self.stepped_by)
         self._closed = True
         # Each callback runs even if another raises. The record closes after all that may add events.
         with contextlib.ExitStack() as last:
             last.callback(self._voids.over, error)
-            last.callback(self._position.let_go)
+            last.callback(self.position.let_go)
             last.callback(self._end_record, error)
             if self._keeper is not None:
                 last.callback(self._keeper.close, error)
@@ -586,8 +589,8 @@ class Run:
         for each in (self._retry.account(), None if self._control is None else self._control.close()):
             if each is not None:
                 self.note("account", each)
-        if self._recorder is not None:
-            self._recorder.close(self.stop_reason, error)
+        if self.recorder is not None:
+            self.recorder.close(self.stop_reason, error)
 
     def __enter__(self) -> Self:
         return self
@@ -633,17 +636,7 @@ class Run:
         Epochs ended or prevented by a stop condition are counted, so that a loop over epochs terminates. Checkpoints do
         not count these epochs, so a resumed run continues with their remaining data.
         """
-        return self._position.passes + self._num_stopped
-
-    @property
-    def position(self) -> DataPosition:
-        """Position of the run in its training data."""
-        return self._position
-
-    @property
-    def recorder(self) -> StepRecorder | None:
-        """Writer of the run's record; None without a record."""
-        return self._recorder
+        return self.position.passes + self._num_stopped
 
     @property
     def consumed_samples(self) -> int:
@@ -680,11 +673,6 @@ class Run:
         """Current fp16 loss scale; None under any other precision."""
         return self._precision.loss_scale
 
-    @property
-    def stepped_by(self) -> torch.optim.Optimizer:
-        """The optimizer that steps: the user's, or its sharded replacement, whose groups contain all parameters."""
-        return self._optimizer
-
     # State for checkpoints, in addition to model, optimizer and data position.
 
     def state_dict(self) -> dict[str, Any]:
@@ -715,7 +703,7 @@ class Run:
         if self._control is not None:
             yield "batch", self._control
         if self.plan.optimizer.value == "muon":
-            yield "muon", Momentum(self.model, self._optimizer)
+            yield "muon", Momentum(self.model, self.stepped_by)
         yield "precision", self._precision
 
     def _note_precision(self, cause: Cause) -> None:
@@ -744,9 +732,9 @@ class Run:
         # Gradients are freed here, as in a plain loop, and not after the step: freed last, they cost thousands of page
         # faults per step (docs/LOG.md).
         if self._has_own_zero_grad:
-            optimizers.drop_gradients(self._optimizer, between_steps=True)
+            optimizers.drop_gradients(self.stepped_by, between_steps=True)
         else:
-            for group in self._optimizer.param_groups:
+            for group in self.stepped_by.param_groups:
                 for parameter in group["params"]:
                     parameter.grad = None
         for act in self._hooks.window_begins:
@@ -783,7 +771,7 @@ class Run:
             return
         if self._open.unscaled:
             self._precision.renew()
-        optimizers.drop_gradients(self._optimizer)
+        optimizers.drop_gradients(self.stepped_by)
         self._open.reset()
         self._backend.end()
         for act in self._hooks.window_dropped:
