@@ -192,7 +192,8 @@ def verify(folder: Path, rooms: Rooms = lambda name, descriptor, size: None) -> 
         TemporaryReadError: A file is temporarily unreadable.
     """
     manifest = manifest_of(folder)
-    needed = [f"{prefix_of(rank)}{name}" for rank in range(1, manifest.num_ranks) for name in (TENSORS, TREE)]
+    # A generator, because a forged manifest may name a billion ranks.
+    needed = (f"{prefix_of(rank)}{name}" for rank in range(1, manifest.num_ranks) for name in (TENSORS, TREE))
     try:
         there = {entry.name for entry in os.scandir(folder)} - {NAME}
     except OSError as error:
