@@ -90,10 +90,10 @@ def device_spec(device: torch.device) -> DeviceSpec:
         if row is None:
             return DeviceSpec(name, "cuda", memory)
         return DeviceSpec(name, "cuda", memory, row.flops, row.bandwidth_bytes_s, row.source)
-    peaks = measured_cpu_peaks(torch.get_num_threads())
     threads = torch.get_num_threads()
     source = f"fastest square matrix product timed on this machine, {threads} threads"
-    return DeviceSpec(name, "cpu", _total_memory(), peaks, measured_cpu_bandwidth(threads), source, threads)
+    peaks, bandwidth = measured_cpu_peaks(threads), measured_cpu_bandwidth(threads)
+    return DeviceSpec(name, "cpu", _total_memory(), peaks, bandwidth, source, threads)
 
 
 @functools.cache

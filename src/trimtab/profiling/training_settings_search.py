@@ -151,15 +151,7 @@ def short_race(
         for index in range(num_pairs):
             data = list(itertools.islice(drawn, num_steps))
             if len(data) < num_steps:
-                raise ValueGivenError(
-                    "data",
-                    got=f"{len(data)} batches",
-                    expected=f"at least {num_steps} batches",
-                    problem=f"data yielded {len(data)} batches for pair {index + 1} of {num_pairs}, but each pair of "
-                    f"short trainings takes {num_steps}.",
-                    hint=f"Pass a loader (not an iterator) with at least {num_steps} batches per epoch.",
-                    code="data.too_few_batches",
-                )
+                raise _too_few_batches(len(data), num_steps, f"pair {index + 1} of {num_pairs}")
             if index:
                 # Few batches, never shuffled by the loader, would come in the same order in each pair.
                 random.Random(index).shuffle(data)
@@ -177,6 +169,17 @@ def short_race(
             again = run("the current plan, repeated", stands, num_pairs + index)
             pairs.append(ShortPair(pair.stands, pair.rival, again))
     return tuple(pairs)
+
+
+def _too_few_batches(number: int, wanted: int, pair: str) -> ValueGivenError:
+    return ValueGivenError(
+        "data",
+        got=f"{number} batches",
+        expected=f"at least {wanted} batches",
+        problem=f"data yielded {number} batches for {pair}, but each pair of short trainings takes {wanted}.",
+        hint=f"Pass a loader (not an iterator) with at least {wanted} batches per epoch.",
+        code="data.too_few_batches",
+    )
 
 
 def _train(subject: TrainingLoop, plan: Plan, data: list[Any], *, by_unseen: bool) -> ShortRun:

@@ -23,7 +23,7 @@ from trimtab.tasks.language_modelling import next_token_loss
 from trimtab.tasks.models.gpt import GPT, GPTShape
 
 H100 = absent_device("H100 SXM")
-SHAPE = GPTShape(vocab_size=2048, context=32, num_layers=2, num_heads=2, width=32)
+SHAPE = GPTShape(vocab_size=2048, context=32, num_layers=1, num_heads=2, width=32)
 ROWS = 16
 MEMORY_TOO = trimtab.Objective(1.0, 0.5)
 
