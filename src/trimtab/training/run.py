@@ -723,8 +723,10 @@ class Run:
         """Prepare a window; called by the window before its first micro-batch."""
         self._require_idle("window")
         if not self._has_begun:
-            self._retry.is_on &= not self._hook_checks.begin(self.plan)
+            self._hook_checks.begin(self.plan)
             self._has_begun = True
+        if self._hook_checks.found:  # The first forward may have registered hooks, which a retry would run twice.
+            self._retry.is_on = False
         self._open.window = window
         if self._peers is not None:
             window.match(self._peers.steps(window.num_micro_batches))

@@ -371,10 +371,9 @@ class HookChecks:
         require_compatible(found, plan, **self._options)  # type: ignore[arg-type]
         return found
 
-    def begin(self, plan: Plan) -> bool:
-        """Check the model's hooks again before the first step; return True if the run has hooks."""
+    def begin(self, plan: Plan) -> None:
+        """Check the model's hooks again before the first step."""
         self.found = self._inspected(plan)
-        return bool(self.found)
 
     def require_mean(self, window: Window | None) -> None:
         """Raise `ModelError` for a `Summed` loss over several micro-batches, because the model has hooks."""

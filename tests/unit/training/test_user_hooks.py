@@ -240,6 +240,26 @@ def test_memory_that_runs_out_does_not_run_hooks_twice():
     assert not calls
 
 
+def test_nor_hooks_that_only_a_forward_registers():
+    model, calls = mlp(), []
+
+    def hooked(model, batch):
+        activations = model[0](batch[0])
+        activations.register_hook(lambda gradient: calls.append(len(calls)))
+        return nn.functional.cross_entropy(model(batch[0]), batch[1]) + activations.square().mean()
+
+    def fails(model, batch):
+        if len(batch[0]) == ROWS:
+            raise torch.OutOfMemoryError("out of memory")
+        return hooked(model, batch)
+
+    with trimtab.start(model, sgd(model), Plan.fixed(ROWS)) as run:
+        run.train_step(run.window(batches()[0]), hooked)
+        with pytest.raises(torch.OutOfMemoryError):
+            run.train_step(run.window(batches()[0]), fails)
+    assert calls == [0]
+
+
 @pytest.mark.parametrize("is_summed", [False, True])
 def test_several_batches_a_step_keep_the_gradients_of_a_plain_loop_or_are_refused(is_summed):
     seen = []
