@@ -93,7 +93,7 @@ def _schedules(each: Iterable[Record]) -> Iterator[str]:
     for model, rows in found:
         if cheapest(rows, SAVED["a fourth less"]) is None:
             most = 1 - min(row["share"] for row in rows)
-            yield f"- of {model} no schedule gives up more than {most:.0%} of the peak (same records)"
+            yield f"- of {model} no recomputation schedule lowers the peak by more than {most:.0%} (same records)"
 
 
 def _before_recomputing(walk: Record) -> Iterator[str]:

@@ -169,7 +169,9 @@ def is_known_well(rule: BatchRule, noise: NoiseEstimate | None) -> bool:
 
 
 def gain(rule: BatchRule, standing: PolicyInput, base_k: int) -> float | None:
-    """Return the fraction of time to a loss that the best k saves compared with `base_k`, by the goodput model.
+    """Return the fraction of the time to a loss that the best number of micro-batches k saves compared with `base_k`.
+
+    The time is the number of steps, which falls with k by the gradient noise scale, times the seconds per step.
 
     None while unknown. If the noise estimate is imprecise, the lower bound of the saving, provided the bound justifies
     a change.

@@ -14,7 +14,7 @@ Seconds = Callable[[int, int], float]  # Seconds of a stage, by (stage index, sa
 
 @dataclass(frozen=True)
 class ExpensivePart:
-    """Costs of a stage that keeps only the outputs of matrix products and attention, and recomputes the rest.
+    """Costs of a block that keeps only the outputs of matrix products and attention, and recomputes the rest.
 
     Args:
         backward_bytes: peak of the backward, beyond saved_bytes and the output's gradient.

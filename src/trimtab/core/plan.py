@@ -1,6 +1,6 @@
 """A plan: the value, reason, numerical effect and rejected alternatives of every setting.
 
-Numerical effects: *exact* keeps results bitwise equal; *rounding* changes rounding only; *dynamics* changes the
+Numerical effects: *bitwise* keeps results equal bit by bit; *rounding* changes rounding only; *training* changes the
 training. A plan that does not change the training is equivalent, any other is tuned. The equivalence tests
 are generated from these effects.
 """
@@ -292,7 +292,7 @@ class Plan:
     def effects(cls) -> dict[str, Effect]:
         """Return the numerical effect of each setting.
 
-        In a plan that splits a batch although its check failed, the micro-batch is marked as dynamics instead.
+        In a plan that splits a batch although its check failed, the micro-batch changes the training.
         """
         named = {f.name: f.default for f in fields(cls) if isinstance(f.default, Choice)}
         return {"micro_batch": Effect.BITWISE} | {name: choice.effect for name, choice in named.items()}
@@ -352,7 +352,7 @@ class Plan:
 
     @property
     def plan_kind(self) -> str:
-        """ "equivalent" for an equivalent plan; "tuned" for a tuned plan, which changes the training dynamics."""
+        """ "equivalent" for an equivalent plan; "tuned" for a tuned plan, which changes the training."""
         dynamics = any(choice.changed and choice.effect is Effect.TRAINING for _, choice in self.choices())
         return "tuned" if dynamics else "equivalent"
 

@@ -114,9 +114,9 @@ def _told(gain: TimedGain) -> dict[str, tuple[str, ...]]:
 
 
 def _are_told_apart(gain: TimedGain) -> bool:
-    """Return True if both arms time the same parts.
+    """Return True if both arms time the same parts of a step.
 
-    Compiled models have no times by module class, and hidden forwards have no parts at all.
+    A compiled model has no times by module class, and a step whose forward is not timed has no parts.
     """
     arms = (gain.reference, gain.plan)
     theirs, ours = (("forward" in a.has, any(" " in name for lap in a.laps for name in lap.parts)) for a in arms)

@@ -226,7 +226,7 @@ class _Pass:
         return self._seen.work
 
     def work_of_forwards(self) -> list[list[Seen]]:
-        """Return the operators of each stage's forward."""
+        """Return the operators of the forward of each stage: the blocks in order, then the rest of the model."""
         return [self.work[slice(*mark.work)] for mark in self._marks]
 
     @property

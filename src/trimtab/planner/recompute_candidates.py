@@ -53,8 +53,9 @@ def recompute_time_fraction(profile: Profile, candidate: Candidate) -> float | N
 def schedules(profile: Profile, candidate: Candidate, budget: Budget, margin: float) -> tuple[str, ...]:
     """Return the schedules to consider for a candidate without recomputation, as text.
 
-    Standard schedules, and schedules of least recomputation: for the budget, and for large micro-batches also for a few
-    fractions of the peak, for objectives that weigh memory. `margin` is added to a predicted peak before comparison.
+    A schedule states for each block what is kept and what is recomputed. Considered are: every block, segments of
+    sqrt(L) blocks, and the schedule of least recomputation within the memory limit; with large micro-batches also
+    those within fixed fractions of the peak. `margin` is added to a predicted peak before comparison.
     """
     found, chain = profile.recomputable_of(candidate), chain_of(profile, candidate)
     if found is None or chain is None:

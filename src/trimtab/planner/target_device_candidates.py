@@ -23,7 +23,7 @@ RECORDED = ("fp32", "bf16")
 
 
 def traced_for(profile: Profile, trace: Trace) -> Profile:
-    """Return the profile with traces of the device's precisions, and of the fastest with a chunked loss head."""
+    """Return the profile with traces by `trace`: of each precision, and of the fastest with a chunked loss head."""
 
     def traced(profile: Profile, candidates: Sequence[Candidate]) -> Profile:
         """Trace candidates; precisions with the same operators share a trace."""

@@ -128,9 +128,9 @@ def short_race(
 ) -> tuple[ShortPair, ...]:
     """Return the completed pairs: all, or up to the first that the rival lost. State is restored.
 
-    A schedule by progress is completed in every training. Pairs differ in batches (in the order of batches, if there
-    are few) and random seeds. Within a pair, both plans use the same batches and seed; the repeated run of the
-    current plan uses another seed.
+    A pair is three short trainings from the same weights: `stands` (the current plan), `rival`, and `stands` again
+    with another seed. A learning-rate schedule runs to its end in each. Pairs differ in batches (in the order of
+    batches, if there are few) and random seeds. Within a pair, both plans use the same batches and seed.
 
     Args:
         batches: training batches; repeated if they run out. A loader is restored by `draw_and_restore_data`.

@@ -100,7 +100,7 @@ def _python(where: str, state: Any) -> tuple[int, tuple[int, ...], float | None]
     gauss = state["gauss"]
     if state["version"] != 3 or not (gauss is None or isinstance(gauss, float)):
         given = f"version {state['version']!r} with gauss {gauss!r}"
-        raise FormatError(where, got=given, expected="version 3 of Python's random state with a float or None")
+        raise FormatError(where, got=given, expected="a state as returned by random.getstate()")
     return 3, tuple(words), gauss
 
 
