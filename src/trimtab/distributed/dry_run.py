@@ -36,10 +36,10 @@ from trimtab.measure.timing import time_call
 from trimtab.planner.dry_run_selection import DryRunResult, by_default, plan_for_gradients
 from trimtab.planner.statistics import MIN_PAIRS_FOR_VERDICT, turns
 from trimtab.profiling.measurement_notes import describe
-from trimtab.settings.optimizers import drop_gradients
 from trimtab.state.loop_state import unchanged_by
 from trimtab.state.peak_memory import alive_between_steps, peak_bytes, storage_bytes
 from trimtab.state.process_state import ProcessState
+from trimtab.training.accumulation import drop_gradients
 from trimtab.training.backend import Backend
 from trimtab.training.batch import BY_CONTAINERS, BatchSplitting, tensors_in
 from trimtab.training.out_of_memory import is_out_of_memory

@@ -63,11 +63,11 @@ from trimtab.profiling.trials import TrialPower, run_stage
 from trimtab.settings.compiled import is_compiled
 from trimtab.settings.loss_chunk import count_head_tokens
 from trimtab.settings.memory_layout import channels_last_hazard
-from trimtab.settings.optimizers import drop_gradients
 from trimtab.settings.precision import autocast
 from trimtab.state import process_state
 from trimtab.state.loop_state import LoopState, unchanged_by
 from trimtab.state.peak_memory import forget_peak, is_profiled
+from trimtab.training.accumulation import drop_gradients
 from trimtab.training.out_of_memory import is_out_of_memory
 from trimtab.training.user_hooks import ForwardHookCollector, GradientHook, gradient_hooks, in_words, require_plannable
 from trimtab.training.window_snapshot import bytes_to_begin_anew

@@ -24,6 +24,7 @@ from trimtab.settings.cuda_graphs import GraphReplayer
 from trimtab.settings.precision import retained_memory
 from trimtab.settings.weight_decay import use_weight_decay
 from trimtab.state.peak_memory import most_bytes
+from trimtab.training.accumulation import drop_gradients
 from trimtab.training.window import ForwardRecorder
 
 # Comparison of compiled and uncompiled steps during training; compilation is turned off if it is slower.
@@ -224,7 +225,7 @@ def apply_plan(
         if make_state:
             undo.callback(optimizers.make_state(optimizer))
         memory_layout.align_state(optimizer)
-        optimizers.drop_gradients(optimizer)
+        drop_gradients(optimizer)
         return undo.pop_all()
 
 

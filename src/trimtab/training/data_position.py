@@ -84,9 +84,13 @@ class DataPosition(Stateful):
             self._loader = loader  # Set at once, because a checkpoint may be saved before the first draw.
         self._handled = sys.exception()
         if not self._is_kept and self._saved is None:
-            self._is_open = True
-            return iterate("loader", loader)
+            # Without a Python frame per batch; the loader starts with the first draw.
+            return itertools.chain.from_iterable(map(self._begun_epoch, (loader,)))
         return self._batches(loader)
+
+    def _begun_epoch(self, loader: Iterable[Any]) -> Iterator[Any]:
+        self._is_open = True
+        return iterate("loader", loader)
 
     def _batches(self, loader: Iterable[Any]) -> Iterator[Any]:
         saved, self._saved = self._saved, None

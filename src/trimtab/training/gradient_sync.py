@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from trimtab.core.errors import ModelError, OptimizerError, RankError
 from trimtab.core.plan import Plan
-from trimtab.settings.optimizers import drop_gradients
+from trimtab.training.accumulation import drop_gradients
 from trimtab.training.metadata_exchange import Figures, Gathered, MetadataExchange
 
 UNREDUCED = "ranks.gradient_unreduced"

@@ -4,12 +4,13 @@ A run calls the hooks of an event in this order, which is part of the contract b
 
 1. `OutOfMemoryRetry` takes its snapshot first, before any other hook or the loop changes state.
 2. `BatchSizeController` measures a window from its first micro-batch to its end.
-3. `LeftoverGradientChanges` and `UnequalBatches` compare what the loop did with what it should do.
+3. `LeftoverGradientChanges` compares the gradients with those that the run left.
 4. `RankSync` forgets the window only after the others have used the values agreed between ranks.
 5. `EarlyStopping` may end the run.
 
-Recording, skipped steps and the check of the loss are part of `Run.step`, which calls them around `window_ends`:
-a record contains the window before the events that its end causes, and an error of the check comes last.
+Recording, skipped steps, the growth of micro-batches and the check of the loss are part of `Run.step`, which calls them
+around `window_ends`: a record contains the window before the events that its end causes, and an error of the check
+comes last.
 """
 
 from __future__ import annotations

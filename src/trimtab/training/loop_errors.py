@@ -6,7 +6,7 @@ from typing import Any
 
 from trimtab.core.errors import LoopError, LossError, ValueGivenError
 
-_BACKWARD = "Call run.backward(loss) once for every micro-batch, inside `for micro in window`."
+BACKWARD = "Call run.backward(loss) once for every micro-batch, inside `for micro in window`."
 
 
 def run_closed() -> LoopError:
@@ -71,16 +71,16 @@ def backward_missing() -> LoopError:
     return LoopError(
         "window",
         problem="The next micro-batch was requested before run.backward(loss) was called for the current micro-batch.",
-        hint=_BACKWARD + " Do not convert a window to a list.",
+        hint=BACKWARD + " Do not convert a window to a list.",
         code="loop.backward_missing",
     )
 
 
-def not_a_window(window: Any) -> LoopError:
+def not_a_window(window: Any, *, is_window: bool) -> LoopError:
     """Return the error for a window that the run did not make."""
     return LoopError(
         "window",
-        got="a window of another run" if type(window).__name__ == "Window" else f"a {type(window).__name__}",
+        got="a window of another run" if is_window else f"a {type(window).__name__}",
         expected="a window of this run",
         hint="Take windows from run.windows(loader), or make one with run.window(batch).",
         code="loop.not_a_window",

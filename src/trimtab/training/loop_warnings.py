@@ -14,7 +14,7 @@ from trimtab.core.errors import LossError, ModelError
 from trimtab.core.plan import Plan
 from trimtab.losses import Count
 from trimtab.state.object_snapshots import version_of
-from trimtab.training.hooks import Hook, Outcome
+from trimtab.training.hooks import Hook
 from trimtab.training.window import Window
 
 _MOST_NODES = 20_000  # Largest number of nodes of the autograd graph to visit.
@@ -164,32 +164,29 @@ def graph_used(error: BaseException) -> LossError | None:
     )
 
 
-class UnequalBatches(Hook):
+class UnequalBatches:
     """Warns once if a window joins unequal batches although the loss is not a mean over samples.
 
     Batches are weighted by their samples, which is wrong for such a loss.
+
+    Attributes:
+        is_on: True if the plan's check found that the loss is not a mean over samples, until the warning.
     """
 
-    def __init__(self, ends: Callable[[Hook], None]) -> None:
-        self._ends = ends
-
-    @staticmethod
-    def is_needed(plan: Plan) -> bool:
-        """Return True if the plan's check found that the loss is not a mean over samples."""
+    def __init__(self, plan: Plan) -> None:
         check = plan.check
-        if check is None or check.splittable or check.relative_difference is None or check.tolerance is None:
-            return False
-        return check.relative_difference > check.tolerance
+        is_found = check is not None and not check.splittable and check.relative_difference is not None
+        self.is_on = is_found and check.relative_difference > check.tolerance  # type: ignore[operator,union-attr]
 
-    def window_ends(self, outcome: Outcome) -> None:
-        """Check a window whose loss is a mean."""
-        if outcome.counted is not None or outcome.window.has_equal_batches:
+    def look(self, window: Window) -> None:
+        """Check a window whose loss is a mean, before its last backward."""
+        if window.has_equal_batches:
             return
-        self._ends(self)
+        self.is_on = False
         warnings.warn(
             "A step has loader batches of unequal sizes and weights their losses by samples, but the plan's check "
             "found that the loss is not a mean over samples. Return trimtab.Summed(loss_sum, count), or use loader "
             "batches of equal size (drop_last=True).",
             RuntimeWarning,
-            stacklevel=4,
+            stacklevel=3,
         )

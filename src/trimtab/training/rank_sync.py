@@ -158,11 +158,6 @@ class RankSync(Hook):
         """True if other ranks have received, or will receive, this rank's part of the window."""
         return self._answer is not None or self._agreed is not None
 
-    @property
-    def count_on_this(self) -> bool:
-        """True if the gradient reduction includes this rank's gradient, so that the window cannot be repeated."""
-        return self.has_told
-
     def drew(self, batch: Any) -> None:
         """Record a batch of this rank; the first batch of the run is compared between ranks."""
         if self._first_batch is None:

@@ -27,7 +27,7 @@ from trimtab.settings.lr_schedule import applied_rate, rate_factor, require_rate
 from trimtab.settings.muon import Momentum
 from trimtab.settings.precision import MixedPrecision, in_place
 from trimtab.training import loop_errors
-from trimtab.training.accumulation import WindowWeights
+from trimtab.training.accumulation import WindowWeights, drop_gradients
 from trimtab.training.apply_plan import apply_plan, lay_out, require_free
 from trimtab.training.backend import Backend, UserBackend, may_retry
 from trimtab.training.batch import BY_CONTAINERS, BatchSplitting, EmptyBatch, NestedLists
@@ -100,10 +100,9 @@ class Run:
         self.grad_norm: Tensor | None = None
         self._auxiliary: list[Any] = []
         self._has_auxiliary = False
-        self._has_own_zero_grad = optimizers.has_own_zero_grad(optimizer)
         self._has_begun = False  # The first window was opened.
         self._is_loss_checked = on_trial  # Planning has checked the loss already.
-        self._open, self._stopping = OpenWindow(), EarlyStopping(stop)
+        self._open, self._stopping, self._unequal = OpenWindow(), EarlyStopping(stop), UnequalBatches(plan)
         self._peers = RankSync(exchange, self.note, in_step=backend.in_step) if exchange.num_ranks > 1 else None
         self._weights = WindowWeights() if self._peers is None else RankWeights(self._peers, plan.batch_size)
         self._joining = None if self._peers is None else UnevenInputs(self._peers, batching)
@@ -143,7 +142,6 @@ class Run:
             self._retry,
             self._control,
             LeftoverGradientChanges(optimizer, self._remove_hook) if may_look else None,
-            UnequalBatches(self._remove_hook) if UnequalBatches.is_needed(plan) else None,
             self._joining,
             self._peers,
             self._stopping if self._stopping.wants_norm else None,
@@ -208,14 +206,13 @@ class Run:
                 continue
             if joining is not None:
                 self._keep_for_padding(self.position.taken_first(), joining)
-                drawn, absent = [batch for batch in drawn if not isinstance(batch, EmptyBatch)], bool(drawn)
-            if drawn:
-                yield self._maker.window(drawn)
+            if own := [batch for batch in drawn if not isinstance(batch, EmptyBatch)]:
+                yield self._maker.window(own)
             elif joining is not None and joining.goes_on(self.stop_reason):
                 if not joining.is_able:
                     self._keep_for_padding(self.position.drawn_anew(), joining)
                 yield joining.window(self, self._device)
-            elif joining is None or not absent:
+            elif not drawn:
                 break
         if self.stop_reason:
             self._num_stopped += 1
@@ -289,7 +286,7 @@ class Run:
 
     def _train(self, window: Window, loss_fn: LossFn, *, steps: bool) -> None:
         if not isinstance(window, Window) or window.run is not self:
-            raise loop_errors.not_a_window(window)
+            raise loop_errors.not_a_window(window, is_window=isinstance(window, Window))
         if not callable(loss_fn):
             raise loop_errors.not_callable(loss_fn)
         if self._open.window is not None:
@@ -370,6 +367,8 @@ class Run:
             weighted = precision.scaled(weighted)
         if state.is_last and self._peers is not None:
             self._tell(self._peers)
+        if state.is_last and self._unequal.is_on and count is None and state.window is not None:
+            self._unequal.look(state.window)
         for act in hooks.backward_begins:
             act()
         try:
@@ -378,9 +377,9 @@ class Run:
             if (explanation := explained(error)) is None:
                 raise
             raise explanation from error
+        state.awaits_backward = state.forward.seen = False
         for backward_ends in hooks.backward_ends:
             backward_ends(rows, rows if count is None else count)
-        state.awaits_backward = state.forward.seen = False
 
     def _tell(self, peers: RankSync) -> None:
         """Send this rank's part of the window to the other ranks, before the gradient is reduced."""
@@ -460,7 +459,7 @@ class Run:
         return AgreedWindow(window.rows, self._weights.terms, window.num_batches, samples=window.samples)
 
     def _rate_factor(self, window: Window, agreed: AgreedWindow) -> float:
-        if not self._consumed.has_total and self.plan.schedule.value == "user" and self._control is None:
+        if not self._consumed.is_scheduled and self._control is None:
             return float(self.plan.learning_rate_scale.value or 1.0)
         counted = self._weights.counted
         progress = self._consumed.progress_after(agreed.rows, counted, agreed.num_batches, window.batch_size)
@@ -484,8 +483,10 @@ class Run:
         consumed.rows += agreed.samples or 0
         consumed.windows += 1
         consumed.applied += applied
-        if consumed.has_total:
+        if consumed.is_scheduled:
             consumed.advance(agreed.rows, outcome.counted)
+        else:
+            consumed.scheduled += agreed.rows
         if not applied or not window.rows:
             self._retry.restore_skipped()
         if not applied:
@@ -500,6 +501,7 @@ class Run:
             self._stopping.adopt(agreed.reason)
         for act in self._hooks.window_ends:
             act(outcome)
+        self._retry.passed(outcome)
         if self._may_skip:
             self._voids.note(self.loss, applied=applied, has_bad_data=window.holds_nan)
         if not applied and self._precision.loss_scale is not None:
@@ -574,7 +576,7 @@ class Run:
         if self._closed:
             return
         self._abandon()
-        optimizers.drop_gradients(self.stepped_by)
+        drop_gradients(self.stepped_by)
         self._closed = True
         # Each callback runs even if another raises. The record closes after all that may add events.
         with contextlib.ExitStack() as last:
@@ -733,12 +735,7 @@ class Run:
         self._retry.may_skip = self._may_skip
         # Gradients are freed here, as in a plain loop, and not after the step: freed last, they cost thousands of page
         # faults per step (docs/LOG.md).
-        if self._has_own_zero_grad:
-            optimizers.drop_gradients(self.stepped_by, between_steps=True)
-        else:
-            for group in self.stepped_by.param_groups:
-                for parameter in group["params"]:
-                    parameter.grad = None
+        drop_gradients(self.stepped_by, between_steps=True)
         for act in self._hooks.window_begins:
             act(window)
         self._auxiliary.clear()
@@ -773,7 +770,7 @@ class Run:
             return
         if self._open.unscaled:
             self._precision.renew()
-        optimizers.drop_gradients(self.stepped_by)
+        drop_gradients(self.stepped_by)
         self._open.reset()
         self._backend.end()
         for act in self._hooks.window_dropped:

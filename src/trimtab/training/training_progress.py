@@ -33,7 +33,9 @@ class TrainingProgress(Stateful):
         rows: samples consumed.
         windows: windows finished.
         applied: steps applied.
-        has_total: True if the length of the training run is known, so that `progress_after` is not None.
+        scheduled: samples counted by the schedule.
+        is_scheduled: True if `progress_after` and `advance` have to be called for each window. If not, the samples of
+            each window are added to `scheduled`.
 
     Args:
         plan: supplies the schedule.
@@ -69,8 +71,8 @@ class TrainingProgress(Stateful):
             )
         self._by_hand, self._batch_size = exchange.has_peers and exchange.num_ranks == 1, 0
         self.rows = self.applied = self.windows = 0
-        self.has_total = self._total_samples is not None or self._total_tokens is not None
-        self._scheduled = self._next = 0.0  # Samples counted by the schedule so far, and samples of the current window.
+        self.is_scheduled = self._by_hand or self._total_samples is not None or self._total_tokens is not None
+        self.scheduled = self._next = 0.0  # Samples counted by the schedule so far, and of the current window.
         self._tokens = self._per_sample = 0.0
         self._late: tuple[AsyncScalar, int] | None = None
 
@@ -94,7 +96,7 @@ class TrainingProgress(Stateful):
         self._batch_size = max(self._batch_size, batch_size)
         self._next = num_batches * self._batch_size if self._by_hand else rows
         if self._total_samples is not None:
-            return (self._scheduled + self._next) / self._total_samples
+            return (self.scheduled + self._next) / self._total_samples
         if self._total_tokens is None:
             return None
         if tokens is None:
@@ -114,13 +116,13 @@ class TrainingProgress(Stateful):
         return (self._tokens + float(tokens)) / self._total_tokens
 
     def advance(self, rows: int, tokens: Count | None) -> None:
-        """Advance the schedule by a finished window; needed only if `has_total`.
+        """Advance the schedule by a finished window; needed only if `is_scheduled`.
 
         Args:
             rows: samples of the window, over all ranks.
             tokens: tokens counted by the loss, or None.
         """
-        self._scheduled += self._next
+        self.scheduled += self._next
         if self._total_tokens is None or tokens is None:
             return
         if isinstance(tokens, Tensor) and tokens.is_cuda:
@@ -138,8 +140,7 @@ class TrainingProgress(Stateful):
     def state_dict(self) -> dict[str, Any]:
         """Return the counters. Synchronises if a token count is still on the device."""
         self._read()
-        scheduled = self._scheduled if self.has_total else float(self.rows)
-        counts = {"rows": self.rows, "windows": self.windows, "scheduled": scheduled, "applied": self.applied}
+        counts = {"rows": self.rows, "windows": self.windows, "scheduled": self.scheduled, "applied": self.applied}
         return counts | {"tokens": self._tokens, "per_sample": self._per_sample}
 
     def loading(self, state: Mapping[str, Any]) -> Load:
@@ -156,7 +157,7 @@ class TrainingProgress(Stateful):
         )
 
         def load() -> None:
-            self.windows, self._scheduled = windows, scheduled
+            self.windows, self.scheduled = windows, scheduled
             self.rows, self.applied, self._tokens, self._per_sample, self._late = (
                 rows,
                 applied,

@@ -37,10 +37,10 @@ from trimtab.training.batch import (
     tensors_in,
     versions_of,
 )
+from trimtab.training.loop_errors import BACKWARD
 from trimtab.training.out_of_memory import MicroBatchLimit
 
 _TORCH, _OWN = str(Path(torch.__file__).parent), str(Path(__file__).parents[1])
-_BACKWARD = "Call run.backward(loss) once for every micro-batch, inside `for micro in window`."
 _STEPPED = (
     "run.train_step() calls run.step() itself. To call run.step() in the loop, use run.accumulate(window, loss_fn), or "
     "`for micro in window` with run.backward(loss), before run.step()."
@@ -481,7 +481,7 @@ class OpenWindow:
         """Return the error for a call of `run.backward` that does not follow a forward of the current micro-batch."""
         if not self.awaits_backward:
             problem = "run.backward was called without an open micro-batch, or twice for the same micro-batch."
-            return LoopError("run.backward", problem=problem, hint=_BACKWARD, code="loop.no_micro_batch")
+            return LoopError("run.backward", problem=problem, hint=BACKWARD, code="loop.no_micro_batch")
         return LoopError(
             "run.backward",
             problem="run.backward was called before run.model had a forward for this micro-batch.",

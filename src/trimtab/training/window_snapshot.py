@@ -432,7 +432,7 @@ class OutOfMemoryRetry(Hook):
         """Record the changes made by a watched window's forwards, before the optimizer changes anything."""
         self._start.learn()
 
-    def window_ends(self, outcome: Outcome) -> None:
+    def passed(self, outcome: Outcome) -> None:
         """Adopt the limit of other ranks; count an applied window, and after some time try a larger micro-batch."""
         if outcome.agreed.limit is not None:
             self.limit.adopt(outcome.agreed.limit)

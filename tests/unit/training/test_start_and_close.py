@@ -16,9 +16,9 @@ from torch import nn
 import trimtab
 from trimtab.core.errors import LoopError, OptimizerError, UsageError, ValueGivenError
 from trimtab.core.plan import Plan
-from trimtab.settings import optimizers
 from trimtab.state import process_state
 from trimtab.state.process_state import ProcessState
+from trimtab.training.accumulation import drop_gradients
 
 ROWS = 4
 RETAIN = {"allocator": "retain"} if process_state.can_retain() else {}
@@ -419,6 +419,6 @@ def test_gradients_are_dropped_as_the_optimizer_itself_would(wrapped: bool) -> N
         optimizer.zero_grad = lambda set_to_none=True: (calls.append(set_to_none), whole(set_to_none))  # type: ignore[method-assign]
     for each in parameters[1:]:
         each.grad = torch.ones(2)
-    optimizers.drop_gradients(optimizer)
+    drop_gradients(optimizer)
     assert all(each.grad is None for each in parameters)
     assert calls == [True] * wrapped
