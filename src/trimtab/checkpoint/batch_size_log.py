@@ -1,6 +1,7 @@
-"""Log of the batch-size decisions of an adaptive run, written before each window.
+"""Log of the batch-size decisions of an adaptive run, written before every window.
 
-The decisions depend on measured times. A resumed or repeated run reads them from the log to form the same batches.
+The decisions depend on measured times. A resumed or repeated run reads the decisions from the log to form the same
+batches.
 """
 
 from __future__ import annotations
@@ -42,11 +43,11 @@ class _Read(NamedTuple):
 class BatchSizeLog:
     """Log of batch-size decisions: a header line with the plan, then a line per window.
 
-    An incomplete last line is ignored. A resumed run needs only the lines of windows after its checkpoint: a damaged
+    An incomplete last line is ignored. A resumed run needs only the lines of windows after the checkpoint: a damaged
     line raises an error if it may be one of these, and is ignored otherwise.
 
     Args:
-        plan: Text form of the plan. Decisions made under another plan are not reused.
+        plan: Text form of the plan. Decisions made under a different plan are not reused.
         writes: True if this process writes the log. Only rank 0 does, because all ranks make the same decisions.
 
     Raises:
@@ -144,7 +145,7 @@ def _line(index: int, window: WindowDecision) -> bytes:
 
 
 def _summed(data: Mapping[str, Any]) -> bytes:
-    """Return a line with its CRC-32. Reading compares bytes, so any changed bit is detected."""
+    """Return a line with a CRC-32. Reading compares bytes, so any changed bit is detected."""
     found = zlib.crc32(json.dumps(data).encode())
     return json.dumps({**data, "crc32": f"{found:08x}"}).encode() + b"\n"
 

@@ -1,4 +1,4 @@
-"""Compatibility of a checkpoint: environment facts that affect results, and their changes since the save."""
+"""Compatibility of a checkpoint: environment facts with an effect on results, and changes since the save."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _SAID_ALONE = ("cpu", "gpu", "cuda", "numpy", "python", "os", "trimtab", "source
 
 
 def device_of(model: nn.Module) -> str:
-    """Return the device type of a model, with the GPU's name: another GPU model rounds differently."""
+    """Return the device type of a model, with the GPU's name, because GPU models round differently."""
     device = next(model.parameters()).device
     return f"cuda ({device_name(device)})" if device.type == "cuda" else device.type
 
@@ -38,8 +38,8 @@ def device_of(model: nn.Module) -> str:
 def class_of(optimizer: torch.optim.Optimizer) -> str:
     """Return the class name of an optimizer, including the inner class of a trainer's wrapper (attribute `optimizer`).
 
-    Another class could load groups and state of the same form and silently train differently. The module name is left
-    out: for a class defined in a script it depends on the project's location.
+    A different class could load groups and state of the same form and silently train differently. The module name is
+    left out, because the name of a script depends on the location of the project.
     """
     name = type(optimizer).__qualname__
     inner = getattr(optimizer, "optimizer", None)
@@ -92,9 +92,9 @@ def changes(saved: Mapping[str, str], now: Mapping[str, str]) -> dict[str, tuple
 
 
 def require_accepted(found: Mapping[str, tuple[str, str]], accepts: Collection[str]) -> None:
-    """Raise `ValueGivenError` for a change that is not accepted by name.
+    """Raise `ValueGivenError` for a change without acceptance by name.
 
-    For a plan, the message shows only the fields that differ.
+    For a plan, the message shows only the differing fields.
     """
     for name, (fact, hint) in _CHANGES.items():
         if name in found and name not in accepts:
@@ -122,7 +122,7 @@ def in_words(found: Mapping[str, tuple[str, str]]) -> dict[str, str]:
 
 
 def split_changes(found: Mapping[str, tuple[str, str]]) -> tuple[dict[str, str], dict[str, str]]:
-    """Return two dictionaries of changes as text: changes that need acceptance, and changes that are only recorded."""
+    """Return two dictionaries of changes as text: changes in need of acceptance, and changes to be recorded only."""
     words = in_words(found)
     asked = {name: change for name, change in words.items() if name in MUST_MATCH}
     return asked, {name: change for name, change in words.items() if name not in MUST_MATCH}

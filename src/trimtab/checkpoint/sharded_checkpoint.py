@@ -1,7 +1,7 @@
-"""Sharded checkpoints: each rank writes and reads its own shards with torch's distributed checkpoint, as safetensors.
+"""Sharded checkpoints: ranks write and read shards with torch's distributed checkpoint, as safetensors.
 
-The files hold tensor data and offsets, and no executable content. A different number of ranks can load them: each rank
-reads its own part from all files.
+The files hold tensor data and offsets, and no executable content. A different number of ranks can load the files:
+a rank reads its part from all files.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _LIMIT = timedelta(minutes=30)  # maximum wait of the fastest rank for the slowe
 
 
 def require_writable(tensors: Mapping[str, Tensor]) -> None:
-    """Raise `FormatError` for a dtype that sharded files cannot hold."""
+    """Raise `FormatError` for a dtype unsupported by sharded files."""
     for name, tensor in tensors.items():
         if tensor.dtype not in _TYPES:
             known = ", ".join(sorted(str(each).removeprefix("torch.") for each in _TYPES))
@@ -154,7 +154,7 @@ def _reader_type() -> Any:
 
 
 class _ShardFileSystem:
-    """File system wrapper that lists only sharded files."""
+    """File system wrapper with a list of sharded files only."""
 
     def __init__(self, files: Any) -> None:
         self._files = files
@@ -173,7 +173,7 @@ def _reasons(error: Any) -> str:
 
 
 class WithoutParameters(ModelState):
-    """State of a model without parameters, which are stored as shards."""
+    """State of a model without the parameters, because parameters are stored as shards."""
 
     def _own(self) -> dict[str, Any]:
         # `state_dict` of a wrapper may use other names than `named_parameters`.
@@ -207,11 +207,11 @@ class ShardedState(Stateful):
         self._model, self._optimizer, self._folder, self._every = model, optimizer, folder, every or optimizer
 
     def at(self, folder: Path, every: torch.optim.Optimizer) -> ShardedState:
-        """Return a copy that reads from `folder`."""
+        """Return a copy for reading from `folder`."""
         return ShardedState(self._model, self._optimizer, folder, every)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the optimizer's non-tensor state and the names of its tensors.
+        """Return the optimizer's non-tensor state and the names of state tensors.
 
         Raises:
             FormatError: A state tensor is sharded differently from its parameter, so ranks would overwrite values.
@@ -382,7 +382,7 @@ def _found(saved: Mapping[str, Any], name: str, key: str) -> Any:
 
 
 def _room_like(parameter: Tensor, saved: Any) -> Tensor:
-    """Return an empty tensor for saved values: sharded like the parameter if the shapes agree, else unsharded."""
+    """Return an empty tensor for saved values: sharded like the parameter if the shapes agree, otherwise unsharded."""
     size, kind = saved.size, saved.properties.dtype
     if size == parameter.shape and len(size):
         return torch.empty_like(parameter.detach(), dtype=kind)

@@ -19,9 +19,10 @@ from trimtab.training.window_snapshot import can_be_written
 
 
 def hidden_of(model: nn.Module) -> dict[str, Tensor | None]:
-    """Return the non-persistent buffers, which `state_dict()` leaves out, by name.
+    """Return the non-persistent buffers, not part of `state_dict()`, by name.
 
-    They are not copied. A tensor with two names appears under both; a buffer registered as None has the value None.
+    The buffers are not copied. A tensor with two names appears under both; a buffer registered as None has the value
+    None.
     """
     seen: dict[int, Tensor] = {}
     return {
@@ -39,7 +40,7 @@ def _named(model: nn.Module) -> Iterator[tuple[str, Tensor | None]]:
 
 
 def loading_hidden(model: nn.Module, saved: Any) -> Load:
-    """Return a function that restores the buffers: in place if the shape is unchanged, else by replacing the tensor.
+    """Return a function that restores the buffers: in place if the shape is unchanged, otherwise as a new tensor.
 
     Raises:
         ModelError: The model has a buffer that was not saved, that had a smaller shape or another dtype when saved, or
@@ -76,7 +77,7 @@ def loading_hidden(model: nn.Module, saved: Any) -> Load:
 
 
 def _rooms(saved: Mapping[str, Tensor | None], now: Mapping[str, Tensor | None]) -> dict[int, Tensor]:
-    """Return the model's tensor for each saved tensor, by id of the saved one."""
+    """Return the model's tensors by id of the saved tensors."""
     # Each tensor of the model is used once: two saved tensors must not share memory.
     rooms, taken = dict[int, Tensor](), set[int]()
     for name, value in saved.items():
@@ -90,7 +91,7 @@ def _rooms(saved: Mapping[str, Tensor | None], now: Mapping[str, Tensor | None])
 
 
 def made_anew(model: nn.Module, saved: Mapping[str, Tensor | None]) -> list[str]:
-    """Return the names of buffers whose saved shape differs from the model's: grown, added or removed."""
+    """Return the names of buffers with a saved shape different from the model's: grown, added or removed."""
     now = dict(_named(model))
     return [name for name, value in saved.items() if _shape_of(value) != _shape_of(now.get(name))]
 
@@ -160,7 +161,7 @@ class ModelState(Stateful):
         return {"own": own, _HIDDEN: hidden_of(self._model)}
 
     def buffers(self) -> dict[str, Any]:
-        """Return the buffers only, which differ between replicas."""
+        """Return the buffers only, because buffers differ between replicas."""
         named, known = dict(self._model.named_buffers(remove_duplicate=False)), self._model.state_dict().keys()
         own = {name: value.detach() for name, value in named.items() if name in known}
         return {"own": own, _HIDDEN: hidden_of(self._model)}
@@ -176,7 +177,7 @@ class ModelState(Stateful):
         self._model.load_state_dict(own)
 
     def loading(self, state: Any) -> Load:
-        """Return a function that copies the values into the existing tensors.
+        """Return a function for copying the values into the existing tensors.
 
         Non-persistent buffers of another shape are replaced: caches may have grown or appeared since.
 
@@ -231,7 +232,7 @@ class OptimizerState(Stateful):
 
 
 def keep_types(optimizer: torch.optim.Optimizer, saved: Mapping[int, Mapping[str, Any]]) -> None:
-    """Restore the dtypes of loaded optimizer state: torch casts it to the parameter's dtype when loading."""
+    """Restore the dtypes of loaded optimizer state: torch casts the state to the parameter's dtype when loading."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     for index, values in saved.items():
         own = optimizer.state[parameters[index]]
@@ -271,7 +272,7 @@ class AdditionalState(Stateful):
         return said
 
     def loading(self, state: Any) -> Load:
-        """Return a function that loads each object's state. The objects validate their own states."""
+        """Return a function that loads the states of all objects; an object validates the state itself."""
         require_keys("state.also", state, self._things)
 
         def load() -> None:

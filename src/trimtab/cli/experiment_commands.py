@@ -123,7 +123,7 @@ def ablate(
     out: Annotated[Path | None, typer.Option(help="folder; an interrupted ablation continues there")] = None,
     as_json: Json = False,
 ) -> None:
-    """Measure each change of a plan alone, by adding it to the baseline and by removing it from the plan."""
+    """Measure every change of a plan alone: added to the baseline, and removed from the plan."""
     import trimtab.experiments.report.svg  # noqa: F401 - fails now, not after hours, if a package for the report is missing
     from trimtab.core.objective import Budget
     from trimtab.core.plan import Plan
@@ -173,7 +173,7 @@ def scale(
     job: Annotated[int | None, typer.Option(hidden=True, help="run a single job on the present ranks")] = None,
     as_json: Json = False,
 ) -> None:
-    """Measure baseline and plan on several numbers of ranks; under a launcher, run a single job on its ranks."""
+    """Measure baseline and plan on several numbers of ranks; under a launcher, run a single job on all ranks."""
     from trimtab.core.objective import Budget
     from trimtab.core.plan import Plan
     from trimtab.core.serialization import read_json
@@ -223,7 +223,7 @@ def phases(
     ranks: Ranks = 1,
     as_json: Json = False,
 ) -> None:
-    """Measure the time of each phase of a step, without and with the plan, and the bottleneck of the remaining time."""
+    """Measure the time of all phases of a step, without and with the plan, and the bottleneck of the remaining time."""
     from trimtab.core.serialization import to_json, write_result
     from trimtab.experiments.comparison.gain_rows import phase_object
     from trimtab.experiments.phases_command import PhasesRequest, phases_of
@@ -247,7 +247,7 @@ def report(
     out: Annotated[Path | None, typer.Option(help="folder; default: the folder of the run")] = None,
     as_json: Json = False,
 ) -> None:
-    """Write the report of each run again, from its recorded result."""
+    """Write reports again from recorded results."""
     from trimtab.experiments.output_folder import folder_of
     from trimtab.experiments.results import read_result, result_file
 

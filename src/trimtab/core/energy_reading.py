@@ -1,4 +1,4 @@
-"""Energy in joules with its provenance: measured, estimated or absent."""
+"""Energy in joules with provenance: measured, estimated or absent."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Energy:
         seconds: length of the interval.
         joules: None if and only if the energy is absent.
         provenance: source of the joules.
-        sources: counters that were read.
+        sources: counters read.
         reason: reason for absent joules, or "".
 
     Raises:
@@ -59,7 +59,7 @@ class Energy:
         return None if self.joules is None or not self.seconds > 0 else self.joules / self.seconds
 
     def describe(self) -> str:
-        """Return a text such as `12 J, measured (rapl package-0)` or `not measured: <reason>`."""
+        """Return a text like `12 J, measured (rapl package-0)` or `not measured: <reason>`."""
         if self.joules is None:
             return f"not measured: {self.reason}"
         return f"{format_joules(self.joules)}, {self.provenance} ({', '.join(self.sources)})"
@@ -71,7 +71,7 @@ def absent_energy(reason: str, seconds: float = 0.0) -> Energy:
 
 
 def sum_energy(parts: Iterable[Energy], *, in_turn: bool = False) -> Energy:
-    """Return the sum of several energies: absent if any is absent, else estimated if any is estimated.
+    """Return the sum of several energies: absent if any is absent, estimated if any is estimated, otherwise measured.
 
     Of devices or ranks over the same time, or `in_turn` of consecutive intervals, whose seconds are added.
     """
@@ -90,7 +90,7 @@ def sum_energy(parts: Iterable[Energy], *, in_turn: bool = False) -> Energy:
 
 @dataclass(frozen=True)
 class PowerLimit:
-    """A device's power limit in watts, as its driver reports it, with the allowed range; None if not reported."""
+    """A device's power limit in watts, as reported by the driver, with the allowed range; None if not reported."""
 
     device: str
     watts: float
@@ -104,13 +104,13 @@ class MeterFacts:
 
     Args:
         provenance: provenance of the joules.
-        sources: counters that are read.
+        sources: counters in use.
         idle_w: watts of the machine while this process was idle for a second, included in every figure; None if
             unknown.
         reason: reason for the lack of a meter, or "".
-        uncounted: devices that compute but are not measured, each with the reason.
+        uncounted: computing devices without measurement, with reasons.
         limits: power limits of the devices.
-        left_out: weight of energy that was dropped from the objective because there is no meter.
+        left_out: weight of energy dropped from the objective for lack of a meter.
     """
 
     provenance: Provenance
@@ -123,7 +123,7 @@ class MeterFacts:
 
     @property
     def is_absent(self) -> bool:
-        """True if there is no meter."""
+        """True without a meter."""
         return self.provenance is Provenance.ABSENT
 
     def told(self, joules: float) -> str:

@@ -1,4 +1,4 @@
-"""Activation checkpointing schedules of a model's blocks, and their notation.
+"""Activation checkpointing schedules of a model's blocks, and a notation for schedules.
 
 `0-3 (4) (5-6) ~7 8` keeps the activations of blocks 0 to 3 and 8, recomputes block 4 alone and blocks 5 and 6
 together, and keeps only the outputs of matrix products and attention of block 7. Segments may be nested, as in `((0)
@@ -20,7 +20,7 @@ _MOST_BLOCKS, _DEEPEST = 10_000, 300
 
 @dataclass(frozen=True)
 class KeptBlock:
-    """A stage, counted from 0, whose activations are kept: all of them, or `in_part` those of its expensive part.
+    """A stage with kept activations: all, or `in_part` only results of matrix products and attention. Counted from 0.
 
     A stage kept in part must be outside of all segments: the segment's first forward would hold that part until the
     end.
@@ -32,13 +32,13 @@ class KeptBlock:
 
 @dataclass(frozen=True)
 class RecomputedSegment:
-    """Consecutive stages that run forward again before their backward, by a nested schedule."""
+    """Consecutive stages with a second forward before the backward, by a nested schedule."""
 
     parts: Schedule
 
     @property
     def stages(self) -> range:
-        """Indices of the stages, including those of nested segments."""
+        """Indices of the stages, nested segments included."""
         first, last = self.parts[0], self.parts[-1]
         while isinstance(first, RecomputedSegment):
             first = first.parts[0]
@@ -57,7 +57,7 @@ def stages_of(part: Part) -> range:
 
 
 def kept_in(schedule: Schedule) -> Iterator[KeptBlock]:
-    """Yield all kept stages of a schedule, including those of segments."""
+    """Yield all kept stages of a schedule, segments included."""
     for part in schedule:
         if isinstance(part, RecomputedSegment):
             yield from kept_in(part.parts)
@@ -66,7 +66,7 @@ def kept_in(schedule: Schedule) -> Iterator[KeptBlock]:
 
 
 def check_schedule(schedule: Schedule, num_stages: int) -> None:
-    """Raise `ValueGivenError` unless a schedule has `num_stages` stages, each once and in order.
+    """Raise `ValueGivenError` unless a schedule has `num_stages` stages, in order and without repetition.
 
     Stages kept in part must be outside of segments.
     """
@@ -101,7 +101,7 @@ def _written(schedule: Schedule) -> Iterator[str]:
 
 
 def read_schedule(text: str) -> Schedule:
-    """Return the schedule that a notation describes; `FormatError` if it is invalid."""
+    """Return the schedule of a notation; `FormatError` for an invalid notation."""
     tokens = re.findall(r"[()]|~?\d+(?:-\d+)?|\S", text)
     parts, rest = _read(tokens)
     if rest or not parts:
@@ -151,7 +151,7 @@ def schedule_of(value: str, num_blocks: int) -> Schedule:
 def check_recompute(value: object, num_blocks: int) -> None:
     """Raise `FormatError` or `ValueGivenError` unless a value is None or a schedule of `num_blocks` blocks (any if 0).
 
-    Segments of several blocks need the blocks' names, because each block must pass its output to the next block only.
+    Segments of several blocks need the blocks' names, because the output of a block must go to the next block only.
     """
     if value is None:
         return

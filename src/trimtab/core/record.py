@@ -1,6 +1,6 @@
 """The record of a run as JSON lines: a header, then steps, evaluations and events, then an end.
 
-An incomplete last line (from a crash while writing) is dropped on reading; any other damage raises.
+An incomplete last line (from a crash while writing) is dropped on reading; further damage raises.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ BRIEF = "brief"
 
 @dataclass(frozen=True)
 class StepRecord:
-    """One optimizer step, or one skipped step.
+    """An optimizer step, applied or skipped.
 
     Args:
-        index: number of steps before this one.
+        index: number of earlier steps.
         samples: samples in the window; None if unknown.
         terms: number of terms that the loss averages over.
         loss: mean loss per term.
@@ -88,7 +88,7 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class Event:
-    """An event of the run with its figures.
+    """An event of the run with figures.
 
     Args:
         name: kind of the event.
@@ -111,7 +111,7 @@ class Header:
     Args:
         name: the user's name for the run.
         seed: random seed, if any.
-        plan: the plan as JSON; None for a loop without one.
+        plan: the plan as JSON; None without a plan.
         environment: versions, machine and threads, from `trimtab.measure.machine`.
         detail: further named values for readers of the record.
     """
@@ -126,7 +126,7 @@ class Header:
 
 @dataclass(frozen=True)
 class End:
-    """Last line: reason for the end of the run, and its totals.
+    """Last line: reason for the end of the run, and totals.
 
     Args:
         reason: "closed", "error", a `StopReason`, or a reason set by the writing loop.
@@ -296,7 +296,7 @@ class RecordWriter:
         warnings.warn(message, stacklevel=5)
 
     def write(self, line: Line) -> None:
-        """Append one line; it stays in memory until the next `flush`, and longer if the disk is full.
+        """Append a line, kept in memory until the next `flush`, and longer if the disk is full.
 
         Raises:
             FormatError: it would be the first line of a run in a foreign file.
@@ -417,7 +417,7 @@ def read_together(environments: Iterable[Mapping[str, str]]) -> dict[str, str]:
 
 
 def read_record(path: str | Path) -> RunRecord:
-    """Read a run's record into memory; `read_summary` takes a fraction of it for a long run.
+    """Read a run's record into memory; `read_summary` takes a fraction of the memory for a long run.
 
     Raises:
         FormatError: as of `read_lines`.

@@ -59,7 +59,7 @@ from trimtab.tasks.placement import device_here
 from trimtab.tasks.task import Task, TaskData
 from trimtab.training.batch import BY_CONTAINERS
 
-# P0, the baseline, in strict fp32: TF32 is disabled everywhere.
+# The baseline in strict fp32: TF32 is disabled everywhere.
 
 
 class StrictLoop(ReferenceLoop):
