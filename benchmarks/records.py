@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.paper.evaluation_archive import unpack_all, unpacked
-from trimtab.core.plan import Plan
 from trimtab.experiments.ablation.ablation_rows import ablation_object
 from trimtab.experiments.comparison.comparison_result import Comparison
 from trimtab.experiments.comparison.comparison_rows import benchmark_object
 from trimtab.experiments.results import read_result
+from trimtab.plans.plan import Plan
 
 Row = dict[str, Any]
 EVALUATION = "evaluation-epyc-avx2-2core"

@@ -1,6 +1,6 @@
-"""Generate docs/api.md from docstrings and docs/commands.md from the help texts of the commands.
+"""Generate docs/api.md from docstrings, docs/commands.md from the help texts of the commands, and docs/settings.md.
 
-`python docs/reference.py`, part of `make docs`; a test checks that both pages are current.
+`python docs/reference.py`, part of `make docs`; a test checks that the pages are current.
 """
 
 from __future__ import annotations
@@ -27,6 +27,20 @@ object. Exit status: 0 success, 1 error with explanation, 2 invalid command line
 
 <!-- made by `make docs` from the commands -->
 """
+SETTINGS_PAGE = """# Settings
+
+Every setting that a plan can change is a field of `trimtab.Plan`, and an argument of `trimtab.Plan.fixed(batch_size,
+...)`. The default leaves your loop unchanged. The numerical effect is the largest that a change can have: *bitwise*
+keeps results equal bit by bit (micro-batches: up to the order of a sum), *rounding* changes rounding only, *training*
+changes the training. Planning changes settings of the last kind only if `adapt` names them.
+
+<!-- made by `make docs` from src/trimtab/settings -->
+"""
+CONFLICTS_TITLE = """
+## Combinations that a plan cannot have
+
+| setting | with | example |
+|---|---|---|"""
 _RUN = ("plan", "start", "Run", "Summed", "Plan", "Choice", "Effect", "profile")
 _ASKED = ("Budget", "Objective", "Reference", "BatchRule", "Stop", "StopReason", "Metering", "Checkpoints")
 _TASKS = ("Task", "TaskData", "Metric", "DataSource", "StrongRecipe", "SampleDraws", "load_task", "of_datasets")
@@ -121,7 +135,31 @@ def _line(cells: Any) -> str:
     return "| " + " | ".join(str(cell).replace("|", "\\|") for cell in cells) + " |"
 
 
-PAGES = {"api.md": api_page, "commands.md": commands_page}
+def settings_page() -> str:
+    """Return docs/settings.md."""
+    from trimtab.settings import SETTINGS
+    from trimtab.settings.conflicts import CONFLICTS
+
+    titles = ("setting", "what it changes", "values", "default", "numerical effect", "tried by planning")
+    rows = (
+        (f"`{name}`", each.summary, each.values, f"`{each.default}`", each.effect, "yes" if each.is_searched else "")
+        for name, each in SETTINGS.items()
+    )
+    conflicts = (
+        (
+            *(f"`{name}`" for name in each.settings),
+            ", ".join(f"`{name}={value!r}`" for name, value in each.example.items()),
+        )
+        for each in CONFLICTS
+    )
+    return "\n".join([SETTINGS_PAGE, *_table(titles, rows), CONFLICTS_TITLE, *map(_line, conflicts), ""])
+
+
+def _code(text: str) -> str:
+    return f"`{text}`"
+
+
+PAGES = {"settings.md": settings_page, "api.md": api_page, "commands.md": commands_page}
 
 if __name__ == "__main__":
     for page, made in PAGES.items():

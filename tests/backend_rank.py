@@ -21,7 +21,7 @@ from rank_cases import CASES, Case, Tokens, batches_of, optimizer_of, scheduler_
 
 import trimtab
 from trimtab.measure.gradient_norms import local_shard
-from trimtab.settings import clip_norm
+from trimtab.techniques import gradient_clipping
 from trimtab.training.rank_sync import RankWeights
 
 
@@ -30,7 +30,7 @@ def _mean_of_means() -> None:
 
 
 def _local_clip() -> None:
-    clip_norm.norm = lambda optimizer: torch.nn.utils.get_total_norm(
+    gradient_clipping.norm = lambda optimizer: torch.nn.utils.get_total_norm(
         [local_shard(p.grad) for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
     )
 

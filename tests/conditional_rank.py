@@ -24,8 +24,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import trimtab
 from trimtab.core.errors import TrimtabError
-from trimtab.core.plan import Plan
 from trimtab.distributed.process_group import limited_to
+from trimtab.plans.plan import Plan
 
 ROWS, WIDTH, EXPERTS, WINDOWS = 8, 6, 3, 6
 LIMIT_S = 20.0

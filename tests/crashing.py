@@ -33,10 +33,10 @@ from trimtab.checkpoint import manager
 from trimtab.checkpoint.config import Checkpoints
 from trimtab.checkpoint.train_state import AdditionalState, ModelState, OptimizerState
 from trimtab.losses import Summed
-from trimtab.settings.lr_schedule import RateFollower
-from trimtab.settings.muon import Momentum
-from trimtab.settings.precision import MixedPrecision
 from trimtab.state.random_state import loading_random_state, random_state
+from trimtab.techniques.learning_rate import RateFollower
+from trimtab.techniques.mixed_precision import MixedPrecision
+from trimtab.techniques.muon import Momentum
 from trimtab.training import data_position
 from trimtab.training.accumulation import WindowWeights
 from trimtab.training.data_position import DataPosition

@@ -19,13 +19,13 @@ import torch.distributed as dist
 from backend_rank import group_of
 from torch import nn
 
-from trimtab.core.plan import Plan
 from trimtab.distributed import bandwidth_test
 from trimtab.distributed.backend_selection import _BACKENDS
 from trimtab.distributed.bandwidth_test import calibrate
 from trimtab.distributed.host_gather import RankExchange
 from trimtab.distributed.process_group import backends, max_over_ranks, total
 from trimtab.measure.gradient_norms import is_shard
+from trimtab.plans.plan import Plan
 
 ROWS, WIDTH, STEPS = 4, 16, 3
 

@@ -20,9 +20,9 @@ from torch import Tensor, nn
 
 import trimtab
 from trimtab.core.parallelism import Parallelism
-from trimtab.core.plan import Plan
 from trimtab.distributed.rank_memory import trace_rank
 from trimtab.measure.gradient_norms import local_shard
+from trimtab.plans.plan import Plan
 from trimtab.state.peak_memory import peak_growth, storage_bytes
 
 # On a device beside what its libraries take, some 10 MiB.

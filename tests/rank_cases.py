@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from trimtab.core.plan import Plan
 from trimtab.losses import Summed
+from trimtab.plans.plan import Plan
 
 ROWS, LENGTH, WORDS, WIDTH, DEPTH, STEPS = 8, 6, 11, 8, 3, 20
 STAGES = {

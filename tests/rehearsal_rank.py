@@ -32,12 +32,12 @@ import trimtab
 from trimtab.core.hardware import Link, LinkCalibration
 from trimtab.core.objective import Budget
 from trimtab.core.parallelism import StepShape
-from trimtab.core.plan import Plan
 from trimtab.core.serialization import from_jsonable, to_jsonable
 from trimtab.distributed import ddp, dry_run, host_gather, plan_on_ranks, process_group
 from trimtab.distributed.dry_run import DryRuns, of_live
 from trimtab.distributed.zero_stage_inputs import StageMeasurements
 from trimtab.measure.gradient_norms import local_shard
+from trimtab.plans.plan import Plan
 from trimtab.state.peak_memory import peak_growth, storage_bytes
 
 ROWS, SLOW_S = 8, 0.1

@@ -25,11 +25,11 @@ from rank_cases import ROWS, Case, Tokens, batches_of, optimizer_of
 import trimtab
 from trimtab.core.errors import TrimtabError
 from trimtab.core.parallelism import Parallelism
-from trimtab.core.plan import Plan
 from trimtab.core.serialization import to_jsonable
 from trimtab.distributed import dry_run, zero_stage_inputs
 from trimtab.distributed.rank_memory import trace_rank
 from trimtab.planner.zero_stage import GLOO_ONCE
+from trimtab.plans.plan import Plan
 
 DEVICE = sys.argv[4] if sys.argv[4:] else "cpu"
 brief.shorten()  # the limit decides here, and not what is faster

@@ -25,7 +25,9 @@ LAYERS = (
     "energy",
     "state",
     "measure",
+    "techniques",
     "settings",
+    "plans",
     "planner",
     "adaptive_batch",
     "training",
@@ -42,6 +44,7 @@ LAYERS = (
 ONLY = {
     "trimtab": {
         "trimtab.core",
+        "trimtab.plans",
         "trimtab.api",
         "trimtab.losses",
         "trimtab.training",
@@ -53,11 +56,14 @@ ONLY = {
     "trimtab.energy": {"trimtab.core", "trimtab.energy"},
     "trimtab.state": {"trimtab.core", "trimtab.state"},
     "trimtab.measure": {"trimtab.core", "trimtab.losses", "trimtab.state", "trimtab.measure"},
-    "trimtab.settings": {"trimtab.core", "trimtab.nn", "trimtab.state", "trimtab.measure", "trimtab.settings"},
-    "trimtab.planner": {"trimtab.core", "trimtab.planner"},
+    "trimtab.techniques": {"trimtab.core", "trimtab.state", "trimtab.measure", "trimtab.techniques"},
+    "trimtab.settings": {"trimtab.core", "trimtab.nn", "trimtab.techniques", "trimtab.settings"},
+    "trimtab.plans": {"trimtab.core", "trimtab.settings", "trimtab.plans"},
+    "trimtab.planner": {"trimtab.core", "trimtab.settings", "trimtab.plans", "trimtab.planner"},
     "trimtab.adaptive_batch": {"trimtab.core", "trimtab.adaptive_batch"},
     "trimtab.integrations": {
         "trimtab.core",
+        "trimtab.plans",
         "trimtab.losses",
         "trimtab.training",
         "trimtab.api",
@@ -66,6 +72,8 @@ ONLY = {
     "trimtab.tasks": {"trimtab.core", "trimtab.losses", "trimtab.tasks", "trimtab.nn"},
     "trimtab.integrations.trainer_rules": {
         "trimtab.core",
+        "trimtab.plans",
+        "trimtab.settings",
         "trimtab.training",
         "trimtab.api",
         "trimtab.distributed.process_group",
@@ -79,10 +87,11 @@ ONLY = {
     },
     "trimtab.experiments.ablation.ablation_result": {
         "trimtab.core",
+        "trimtab.plans",
         "trimtab.experiments.comparison.comparison_result",
     },
     "trimtab.experiments.comparison.arms": {"trimtab.core"},
-    "trimtab.experiments.comparison.comparison_result": {"trimtab.core"},
+    "trimtab.experiments.comparison.comparison_result": {"trimtab.core", "trimtab.plans"},
     "trimtab.experiments.comparison.comparison_statistics": {
         "trimtab.core",
         "trimtab.planner.statistics",
@@ -91,6 +100,8 @@ ONLY = {
     "trimtab.experiments.scaling.scaling_result": {"trimtab.core", "trimtab.planner.statistics"},
     "trimtab.experiments.report": {
         "trimtab.core",
+        "trimtab.settings",
+        "trimtab.plans",
         "trimtab.experiments.phase_attribution",
         "trimtab.planner.statistics",
         "trimtab.experiments.ablation.ablation_result",
@@ -102,7 +113,7 @@ ONLY = {
     },
 }
 ROOT_USERS = {"cli", "experiments"}  # the layers that use trimtab as its users do
-STDLIB_ONLY = ("trimtab.core", "trimtab.carbon", "trimtab.planner", "trimtab.adaptive_batch")
+STDLIB_ONLY = ("trimtab.core", "trimtab.carbon", "trimtab.plans", "trimtab.planner", "trimtab.adaptive_batch")
 TABLES = {"trimtab.planner.recompute_solver"}  # of them, with numpy: millions of sums in the time of a plan
 READERS = (
     "ablation.ablation_effects",
@@ -186,7 +197,13 @@ def _imports(path: str, text: str, modules: frozenset[str]) -> Iterator[tuple[in
     package = module_name(path).split(".")
     if PurePosixPath(path).name != "__init__.py":
         package.pop()
-    for node in ast.walk(ast.parse(text)):
+    tree = ast.parse(text)
+    # A setting names the types of plans, which hold all settings.
+    types = {id(each) for node in ast.walk(tree) if _is_for_types(node) for each in node.body}
+    for node in ast.walk(tree):
+        named = node.module if isinstance(node, ast.ImportFrom) and id(node) in types else None
+        if package[1:2] == ["settings"] and within(named or "", "trimtab.plans"):
+            continue
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -201,6 +218,10 @@ def _imports(path: str, text: str, modules: frozenset[str]) -> Iterator[tuple[in
             called = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
             if called in ("import_module", "__import__") and isinstance(node.args[0].value, str):
                 yield node.lineno, node.args[0].value
+
+
+def _is_for_types(node: ast.AST) -> bool:
+    return isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
 
 
 def all_imports(sources: Sources) -> Iterator[tuple[str, str, str]]:
@@ -458,7 +479,7 @@ LOADED = {
     "trimtab.core.energy_reading",
     "trimtab.core.errors",
     "trimtab.core.objective",
-    "trimtab.core.plan",
+    "trimtab.plans.plan",
     "trimtab.core.recompute_schedule",
     "trimtab.core.parallelism",
     "trimtab.core.stopping_rule",

@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from trimtab import cli
-from trimtab.core.plan import Plan
 from trimtab.core.serialization import to_json
 from trimtab.energy import meter_selection
 from trimtab.energy.energy_meter import NoMeter
+from trimtab.plans.plan import Plan
 
 TINY_TASK = Path(__file__).parent / "unit" / "experiments" / "tiny_task.py"
 

@@ -25,12 +25,12 @@ import trimtab
 from benchmarks import command
 from benchmarks.paper.tasks import load_task
 from trimtab.core.errors import InfeasibleError
-from trimtab.core.plan import Plan
-from trimtab.core.profile import Profile
 from trimtab.measure.timing import time_call
 from trimtab.planner.plan_choice import choose
 from trimtab.planner.statistics import mean_interval
 from trimtab.planner.trial_statistics import FREE_SPEED
+from trimtab.plans.plan import Plan
+from trimtab.plans.profile import Profile
 from trimtab.profiling.training_loop import TrainingLoop
 from trimtab.state.peak_memory import peak_bytes
 from trimtab.tasks.task import Batch, Task

@@ -17,13 +17,14 @@ import torch
 import trimtab
 from benchmarks import command
 from benchmarks.paper.tasks import load_task
-from trimtab.core.profile import Candidate, Profile, Trial
 from trimtab.planner.cost_model import sizes_to_consider
 from trimtab.planner.plan_choice import choose
 from trimtab.planner.search import SearchPhase, mode_candidates
 from trimtab.planner.trial_statistics import speed_ratio
+from trimtab.plans.profile import Candidate, Profile, Trial
 from trimtab.profiling.training_loop import TrainingLoop
 from trimtab.profiling.trials import run_stage
+from trimtab.settings import SEARCHED
 
 TASKS = ("digits_resnet", "source_gpt")
 BEST, BLOCKS = 5, 16
@@ -37,7 +38,17 @@ def space(profile: Profile) -> list[Candidate]:
     modes = {(each.precision, each.memory_layout) for each in mode_candidates(profile)}
     sizes = sizes_to_consider(profile)
     grid = itertools.product(sorted(modes), fused, sizes, allocators, sorted(chunks, key=lambda c: c or 0))
-    return [Candidate(*mode, is_fused, rows, allocator, chunk) for mode, is_fused, rows, allocator, chunk in grid]
+    return [
+        Candidate(
+            rows,
+            precision=precision,
+            memory_layout=layout,
+            fused_optimizer=is_fused,
+            allocator=allocator,
+            loss_chunk=chunk,
+        )
+        for (precision, layout), is_fused, rows, allocator, chunk in grid
+    ]
 
 
 def rows_of(name: str, *, quick: bool) -> Iterator[dict[str, Any]]:
@@ -50,7 +61,7 @@ def rows_of(name: str, *, quick: bool) -> Iterator[dict[str, Any]]:
     loop = (model, subject.optimizer, task.loss_fn, batch)
     profile = trimtab.profile(*loop, reference=task.reference)
     plan = choose(profile, trimtab.Objective(), trimtab.Budget())
-    pick = Candidate(**{field: getattr(plan, field).value for field in Candidate.__dataclass_fields__})
+    pick = Candidate(**{field: getattr(plan, field).value for field in SEARCHED})
     everything = space(profile)
     print(f"{name}: {len(everything)} settings, picked {pick.describe()}", file=sys.stderr, flush=True)
     found = run_stage(subject, SearchPhase("everything", tuple(everything)), 3, _tell)

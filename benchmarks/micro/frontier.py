@@ -34,7 +34,6 @@ from benchmarks.micro.budget_sweep import run
 from benchmarks.micro.prediction_models import KINDS, MORE_KINDS, Kind
 from trimtab.core.block_costs import BlockChain
 from trimtab.core.errors import InfeasibleError
-from trimtab.core.profile import Candidate, Profile
 from trimtab.core.recompute_schedule import KeptBlock, Schedule
 from trimtab.losses import mean_of
 from trimtab.measure.page_faults import time_settled
@@ -42,11 +41,12 @@ from trimtab.planner.plan_choice import choose
 from trimtab.planner.recompute_cost import every_block, keep_all, predict, sqrt_segments
 from trimtab.planner.recompute_solver import optimal
 from trimtab.planner.statistics import ratio_interval
+from trimtab.plans.profile import Candidate, Profile
 from trimtab.profiling.block_profile import measure_recomputable
 from trimtab.profiling.training_loop import TrainingLoop
-from trimtab.settings.precision import autocast, retained_memory
-from trimtab.settings.recompute import use_schedule
 from trimtab.state.peak_memory import peak_bytes
+from trimtab.techniques.activation_checkpointing import use_schedule
+from trimtab.techniques.mixed_precision import autocast, retained_memory
 
 MODELS = ("gpt_tied", "resnet50", "unet", "vit")
 SHARES = (0.9, 0.8, 0.75, 0.7, 0.6, 0.5, 0.4, 0.3, 0.25)
@@ -112,7 +112,7 @@ def rows_of(name: str, precision: str, turns: int) -> Iterator[dict[str, Any]]:
     kind = ALL_KINDS[name]
     loop = Loop(kind.make().train(), kind, kind.batch(kind.sizes[-1]), precision)
     subject = TrainingLoop(loop.model, torch.optim.SGD(loop.model.parameters(), lr=0.0), kind.loss_fn, loop.batch)
-    measured = measure_recomputable(subject, Candidate(precision, "keep", False, subject.rows))
+    measured = measure_recomputable(subject, Candidate(subject.rows, precision=precision))
     assert measured.whole is not None, measured.refusal
     found, blocks = measured.whole.at(subject.rows), measured.blocks
     none_s = None

@@ -26,8 +26,8 @@ from torch.utils.data import DataLoader
 from benchmarks import command
 from benchmarks.paper.tasks import load_task
 from trimtab.api import Run
-from trimtab.core.plan import Plan
 from trimtab.planner.statistics import ratio_interval, resolution
+from trimtab.plans.plan import Plan
 
 FIRST, LAST = 5, 1  # untimed rounds: set-up and warm-up at the start, shutdown at the end
 ROWS = 8  # samples per step of the language model

@@ -30,11 +30,11 @@ import trimtab
 from benchmarks import command
 from benchmarks.paper.tasks import load_task
 from trimtab.adaptive_batch.noise_probes import OverheadBudget
-from trimtab.core.plan import Plan
 from trimtab.losses import mean_of
 from trimtab.measure.gradient_norms import GradientNorms, squared_norm
 from trimtab.measure.timing import synchronize
 from trimtab.planner.statistics import Interval, ratio_interval, resolution
+from trimtab.plans.plan import Plan
 from trimtab.tasks.task import Task
 
 # (task, micro-batches per step, pairs, pairs with --quick)

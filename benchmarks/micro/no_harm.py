@@ -17,10 +17,10 @@ import torch
 from benchmarks import command
 from benchmarks.micro.overhead import Step, alternate
 from benchmarks.paper.tasks import load_task
-from trimtab.core.plan import Plan
 from trimtab.experiments.baselines.strong import StrongLoop
 from trimtab.experiments.paired_runs.plan_loops import TunedRecipePlanLoop
 from trimtab.experiments.task_plans import make_plans
+from trimtab.plans.plan import Plan
 from trimtab.tasks.task import Task
 
 # (task, pairs, pairs with --quick)

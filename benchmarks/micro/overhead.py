@@ -19,9 +19,9 @@ import torch
 import trimtab
 from benchmarks import command
 from benchmarks.paper.tasks import load_task
-from trimtab.core.plan import Plan
 from trimtab.losses import mean_of
 from trimtab.planner.statistics import Interval, ratio_interval, resolution
+from trimtab.plans.plan import Plan
 from trimtab.tasks.task import Task
 
 Step = Callable[[Any], None]

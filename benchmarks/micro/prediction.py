@@ -27,15 +27,15 @@ import torch
 import trimtab
 from benchmarks import command
 from benchmarks.micro.prediction_models import KINDS, OPTIMIZERS, Kind
-from trimtab.core.profile import FINAL, Candidate, Profile
 from trimtab.core.recompute_schedule import EVERY_BLOCK
 from trimtab.measure.memory_trace import trace_peaks
 from trimtab.measure.page_faults import time_settled
 from trimtab.measure.timing import time_call
 from trimtab.planner.cost_model import CostModel, head_tokens, step_seconds
+from trimtab.plans.profile import FINAL, Candidate, Profile
 from trimtab.profiling.training_loop import TrainingLoop
-from trimtab.settings.precision import autocast
 from trimtab.state.peak_memory import peak_bytes
+from trimtab.techniques.mixed_precision import autocast
 from trimtab.training.run import Run
 
 CPU = torch.device("cpu")

@@ -18,8 +18,8 @@ from typing import Any
 import trimtab
 from benchmarks import command
 from benchmarks.paper.tasks import load_task
-from trimtab.core.profile import FINAL
 from trimtab.planner.search import allowed_s
+from trimtab.plans.profile import FINAL
 
 TASKS = ("digits_resnet", "source_gpt", "wikitext2_gpt", "cifar10_resnet")
 STEPS = (1_000, 10_000)

@@ -18,9 +18,9 @@ import torch
 from benchmarks import command
 from benchmarks.micro.published_cases import CASES, SOURCES, Published
 from trimtab.core.hardware import absent_device
-from trimtab.core.profile import Candidate
 from trimtab.measure.fake_tensors import FakeTensors
 from trimtab.planner.cost_model import step_seconds
+from trimtab.plans.profile import Candidate
 from trimtab.profiling.candidate_traces import trace_elsewhere
 
 QUICK = 6
@@ -43,7 +43,7 @@ def row_of(case: Published) -> dict[str, Any]:
         model, batch = case.make().train(), case.batch()
         optimizer = case.optimizer(model)
     traced_as = {"tf32": "fp32", "fp16": "bf16"}.get(case.precision, case.precision)
-    candidate = Candidate("fp32" if case.cast else traced_as, "keep", case.fused, case.rows)
+    candidate = Candidate(case.rows, precision="fp32" if case.cast else traced_as, fused_optimizer=case.fused)
     (traced,) = trace_elsewhere(model, optimizer, case.loss_fn, batch, [candidate])
     device = absent_device(case.device)
     assert traced.work is not None

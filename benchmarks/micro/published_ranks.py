@@ -26,15 +26,16 @@ from torch import nn
 from benchmarks import command
 from benchmarks.micro.published import default_dtype
 from benchmarks.micro.published_ranks_cases import CASES, EFFICIENCIES, SOURCES, Case, Efficiency, Model
+from trimtab.core.choice import MeasuredCost, SplitCheck
 from trimtab.core.hardware import Link
 from trimtab.core.memory_model import PeakMemoryModel, StepWork
 from trimtab.core.parallelism import Parallelism, StepShape
-from trimtab.core.plan import MeasuredCost, Plan, SplitCheck
-from trimtab.core.profile import Candidate, Profile, TracedCandidate
 from trimtab.distributed.rank_memory import trace_rank
 from trimtab.measure.fake_tensors import FakeCudaMode, FakeTensors
 from trimtab.planner.communication_cost import WindowCost, window_s
 from trimtab.planner.cost_model import step_seconds
+from trimtab.plans.plan import Plan
+from trimtab.plans.profile import Candidate, Profile, TracedCandidate
 from trimtab.profiling.candidate_traces import trace_elsewhere
 from trimtab.profiling.communication_profile import step_shape
 from trimtab.profiling.loop_facts import loop_facts
@@ -58,7 +59,7 @@ def traced(model: Model, precision: str, *, cast: bool, fused: bool) -> TracedCa
     with made(model, cast=cast, fused=fused) as (module, optimizer), torch.device("cpu"):
         batch = model.batch(TRACED_ROWS[-1])
     as_traced = {"tf32": "fp32", "fp16": "bf16"}.get(precision, precision)
-    candidate = Candidate("fp32" if cast else as_traced, "keep", fused, TRACED_ROWS[-1])
+    candidate = Candidate(TRACED_ROWS[-1], precision="fp32" if cast else as_traced, fused_optimizer=fused)
     (found,) = trace_elsewhere(module, optimizer, model.loss_fn, batch, [candidate])
     return replace(found, candidate=replace(found.candidate, precision=precision))
 

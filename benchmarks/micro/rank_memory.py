@@ -26,9 +26,9 @@ import trimtab
 from benchmarks import command
 from benchmarks.micro.prediction_models import KINDS, OPTIMIZERS, Kind
 from trimtab.core.parallelism import Parallelism
-from trimtab.core.plan import Plan
 from trimtab.distributed.rank_memory import trace_rank
 from trimtab.measure.gradient_norms import local_shard
+from trimtab.plans.plan import Plan
 from trimtab.state.peak_memory import peak_growth, storage_bytes
 
 RANKS, ROWS, SEVERAL = 2, 8, 3

@@ -26,9 +26,9 @@ from benchmarks.paper.tasks import load_task
 from trimtab.adaptive_batch import batch_size_decider
 from trimtab.adaptive_batch.batch_size_policy import NoiseEstimate
 from trimtab.adaptive_batch.step_time_model import StepTimes, WindowTimes
-from trimtab.core.plan import Plan
 from trimtab.core.serialization import write_whole
 from trimtab.losses import parts_of
+from trimtab.plans.plan import Plan
 from trimtab.tasks.embedded import python_topics
 from trimtab.tasks.evaluation import evaluation_mode
 from trimtab.tasks.language_modelling import windows

@@ -21,8 +21,8 @@ from torch.nn.parallel import DistributedDataParallel
 import trimtab
 from benchmarks.micro.regret_cases import Case
 from trimtab.adaptive_batch.step_time_model import StepTimes
-from trimtab.core.plan import Plan
 from trimtab.losses import mean_of
+from trimtab.plans.plan import Plan
 from trimtab.tasks.task import Task
 
 

@@ -40,7 +40,6 @@ from benchmarks.micro.regret_cases import held_out_loss
 from benchmarks.micro.scaling_tasks import BY_NAME, GPT
 from trimtab.api import FREED, default_rule
 from trimtab.core.parallelism import Parallelism
-from trimtab.core.plan import Plan
 from trimtab.core.progress import silent
 from trimtab.core.serialization import from_json, to_json
 from trimtab.distributed.bandwidth_test import calibrate
@@ -53,6 +52,7 @@ from trimtab.experiments.scaling.scaling_job import Bench, JobSettings, plan_mak
 from trimtab.experiments.task_ranks import rehearsal_of
 from trimtab.planner.communication_cost import window_s
 from trimtab.planner.rank_profile import WAYS
+from trimtab.plans.plan import Plan
 from trimtab.tasks.task import Task
 
 Row = dict[str, Any]

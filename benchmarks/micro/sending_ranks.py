@@ -21,11 +21,11 @@ import torch.distributed as dist
 
 import trimtab
 from benchmarks.micro import scaling_tasks
-from trimtab.core.plan import Plan
 from trimtab.distributed.host_gather import RankExchange
 from trimtab.distributed.process_group import max_over_ranks, total
 from trimtab.experiments.baselines.replica import ReplicaLoop
 from trimtab.experiments.paired_runs.plan_loops import PlanLoop
+from trimtab.plans.plan import Plan
 from trimtab.tasks.task import Task
 
 CPU = torch.device("cpu")

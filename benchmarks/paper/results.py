@@ -15,7 +15,6 @@ from benchmarks.paper.findings import of_ablation, of_comparison, of_phases, of_
 from benchmarks.paper.goals import MONITOR, NO_HARM, PREDICTED, SMALL_BYTES, Goal
 from trimtab.core.energy_reading import OTHER_RANKS, MeterFacts
 from trimtab.core.errors import FormatError, ValueGivenError
-from trimtab.core.plan import Plan
 from trimtab.core.record import RunRecord, RunSummary, read_header, read_together, summary_of
 from trimtab.core.serialization import from_jsonable, read_json
 from trimtab.experiments.ablation.ablation_result import Ablation
@@ -25,6 +24,7 @@ from trimtab.experiments.phase_result import PhaseResult
 from trimtab.experiments.results import KINDS, RECORD, read_result, result_file
 from trimtab.experiments.scaling.scaling_result import Scaling
 from trimtab.experiments.settings_file import NAME, read_settings
+from trimtab.plans.plan import Plan
 
 KNOWN = "known.json"  # defects found after runs were recorded, with the affected runs or source versions
 _PAIRED_RUNS = ("race-*/*.jsonl", "brief-*/*.jsonl")

@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 from trimtab.core import errors
 from trimtab.core.batch_rule import BatchRule
+from trimtab.core.choice import Choice, Effect
 from trimtab.core.objective import Budget, Objective, Reference
-from trimtab.core.plan import Choice, Effect, Plan
 from trimtab.core.record import Header, RecordWriter, RunRecord, read_record
 from trimtab.core.stopping_rule import Stop, StopReason
+from trimtab.plans.plan import Plan
 
 if TYPE_CHECKING:
     from trimtab.api import Metering, plan, profile, start

@@ -18,8 +18,6 @@ from trimtab.core.batch_rule import BatchRule
 from trimtab.core.errors import ValueGivenError
 from trimtab.core.hardware import DeviceSpec, absent_device
 from trimtab.core.objective import ASSUMED_REFERENCE, Budget, Objective, Reference
-from trimtab.core.plan import Plan
-from trimtab.core.profile import Profile
 from trimtab.core.progress import silent
 from trimtab.core.record import RecordWriter
 from trimtab.core.stopping_rule import Stop
@@ -34,6 +32,8 @@ from trimtab.energy.meter_selection import Metering as Metering
 from trimtab.energy.meter_selection import elsewhere_meter, find_meter, measurable
 from trimtab.planner.plan_choice import choose_there
 from trimtab.planner.rank_profile import of_any_rank
+from trimtab.plans.plan import Plan
+from trimtab.plans.profile import Profile
 from trimtab.profiling.communication_profile import step_shape
 from trimtab.profiling.example_batch import protect_batch
 from trimtab.profiling.profiler import NUM_BLOCKS, profile_loop
@@ -48,7 +48,7 @@ from trimtab.profiling.training_settings_search import (
     tunable_settings,
     tune_plan,
 )
-from trimtab.settings.optimizers import modules_beside, require_alone
+from trimtab.techniques.optimizers import modules_beside, require_alone
 from trimtab.training.batch import BatchSplitting, Count, Split, of_same_size
 from trimtab.training.run import LossFn, Run
 from trimtab.training.split_conditions import warn_of_unproved_split

@@ -16,10 +16,10 @@ from torch.distributed import distributed_c10d as c10d
 
 from trimtab.core.errors import DependencyError, ModelError, ValueGivenError
 from trimtab.core.parallelism import Parallelism
-from trimtab.core.profile import Candidate
 from trimtab.distributed import rank_memory
 from trimtab.distributed.rank_memory import absent_ranks, mesh_of_all, trace_rank
 from trimtab.planner.rank_profile import WAYS
+from trimtab.plans.profile import Candidate
 
 JOB = """
     import copy, os, sys

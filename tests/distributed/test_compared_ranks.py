@@ -11,12 +11,12 @@ from raising import raises
 from ranks import Ended, run_command
 
 from trimtab.core.errors import FormatError
-from trimtab.core.plan import Plan
 from trimtab.core.record import read_record
 from trimtab.core.serialization import read_json, to_json
 from trimtab.experiments import gain_timing
 from trimtab.experiments.comparison.compare import CompareOptions, compare
 from trimtab.experiments.comparison.comparison_result import Comparison
+from trimtab.plans.plan import Plan
 from trimtab.tasks import load_task
 
 TASKS = Path(__file__).parents[1] / "unit" / "experiments"

@@ -16,7 +16,7 @@ RANK = """
     import deepspeed
     import trimtab
     from trimtab.core.serialization import read_json
-    from trimtab.core.plan import Plan
+    from trimtab.plans.plan import Plan
     from trimtab.tasks import load_task
 
     torch.set_num_threads(1)

@@ -16,9 +16,9 @@ import pytest
 from ranks import Ended, run_command, run_torchrun
 from wide_task import WIDE, least_of
 
-from trimtab.core.plan import Plan
 from trimtab.core.record import read_record
 from trimtab.core.serialization import to_json
+from trimtab.plans.plan import Plan
 
 TINY_TASK = Path(__file__).parents[1] / "unit" / "experiments" / "tiny_task.py"
 FAULTY = """

@@ -31,7 +31,7 @@ RANK = """
     from trimtab.profiling import trials
     from trimtab.core.serialization import to_json
     from trimtab.core.errors import TrimtabError, ValueGivenError
-    from trimtab.core.plan import Plan
+    from trimtab.plans.plan import Plan
     from trimtab.distributed import process_group
     from trimtab.experiments.paired_runs import paired_run as race_module
     from trimtab.experiments.comparison.compare import CompareOptions, compare

@@ -16,7 +16,7 @@ TASKS = Path(__file__).parents[1] / "unit" / "experiments"
 RANK = """
     os.environ.update(RANK=str(rank), WORLD_SIZE="2", LOCAL_RANK=str(rank))
     from trimtab.core.serialization import to_json
-    from trimtab.core.plan import Plan
+    from trimtab.plans.plan import Plan
     from trimtab.experiments.phases_command import PhasesRequest, phases_of
     for stage in (0, 3):
         plan = folder / f"plan-{rank}-{stage}.json"

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from ranks import TESTS, reports, run_command, run_program
 
-from trimtab.core.plan import Plan
 from trimtab.core.serialization import to_json
+from trimtab.plans.plan import Plan
 
 PROGRAM = TESTS / "alike_rank.py"
 TINY_TASK = TESTS / "unit" / "experiments" / "tiny_task.py"

@@ -9,7 +9,7 @@ RANK = """
     from torch.nn.parallel import DistributedDataParallel
     from trimtab.core.recompute_schedule import KeptBlock, RecomputedSegment
     from trimtab.planner.recompute_cost import every_block, keep_all, sqrt_segments
-    from trimtab.settings.recompute import use_schedule
+    from trimtab.techniques.activation_checkpointing import use_schedule
 
     how, name = case
     L = 4

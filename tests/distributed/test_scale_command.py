@@ -10,10 +10,10 @@ import pytest
 from ranks import Ended, run_command, run_torchrun
 
 from trimtab import cli
-from trimtab.core.plan import Plan
 from trimtab.core.serialization import to_json
 from trimtab.distributed.plan_on_ranks import BroadcastPlan
 from trimtab.experiments.scaling.scaling_job import Bench
+from trimtab.plans.plan import Plan
 
 TINY_TASK = Path(__file__).parents[1] / "unit" / "experiments" / "tiny_task.py"
 WHICH = ["--ranks=2", "--rounds=1"]

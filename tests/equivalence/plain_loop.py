@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 import trimtab
-from trimtab.core.plan import Plan
 from trimtab.losses import Summed
+from trimtab.plans.plan import Plan
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-6}
 Tensors = dict[str, Tensor]

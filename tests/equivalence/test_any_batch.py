@@ -20,11 +20,11 @@ from transformers import BatchEncoding
 
 import trimtab
 from trimtab.core.errors import BatchError, ModelError, ValueGivenError
-from trimtab.core.plan import Plan
-from trimtab.core.profile import Candidate
 from trimtab.core.record import Header, RecordWriter, read_record
 from trimtab.losses import Summed
 from trimtab.measure.memory_trace import trace_step
+from trimtab.plans.plan import Plan
+from trimtab.plans.profile import Candidate
 from trimtab.profiling.gradient_equivalence import check_splitting
 from trimtab.profiling.training_loop import TrainingLoop
 from trimtab.training.batch import BatchSplitting
@@ -542,7 +542,7 @@ def test_planning_leaves_the_example_batch_as_it_was(batch, loss):
     given, reference = case.batch(1), tensors(case.batch(1))
     subject = TrainingLoop(model, optimizer, loss, given)
     check_splitting(subject)
-    with subject.start(Candidate("fp32", "keep", False, subject.rows)) as run:
+    with subject.start(Candidate(subject.rows)) as run:
         for _ in range(3):
             run.train_step(run.window(subject.batch), subject.loss_fn)
     with contextlib.suppress(ModelError):  # of a loss that reads values

@@ -13,7 +13,7 @@ from plain_loop import assert_same_training, train_ours, train_plain
 from torch import nn
 from training_cases import ROWS, class_case
 
-from trimtab.core.plan import Plan
+from trimtab.plans.plan import Plan
 from trimtab.training.batch import BY_CONTAINERS
 
 Pair = namedtuple("Pair", ["inputs", "labels"])

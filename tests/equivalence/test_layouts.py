@@ -17,7 +17,7 @@ from torch import nn
 from training_cases import class_batches, class_mean, image_case
 
 import trimtab
-from trimtab.core.plan import Plan
+from trimtab.plans.plan import Plan
 
 # A bias of a convolution sums its gradient over batch and positions, and the terms cancel to a tenth of their size:
 # in float32 its own rounding is several times 1e-6 of what is left. float64 shows that nothing else is lost.

@@ -1,7 +1,7 @@
-"""Every choice of a plan keeps the promise of its mark: exact to the order of summation, rounding to its precision.
+"""Every setting keeps the promise of its numerical effect: bitwise up to the order of sums, rounding to its precision.
 
-The tests are generated from `Plan.effects()`: a new field without a value here fails, and so does one that is promised
-to be closer than it is.
+The tests are generated from `trimtab.settings.SETTINGS` and its example values: a new setting is tested without a
+change here, and fails if it changes more than it promises.
 """
 
 from __future__ import annotations
@@ -15,35 +15,23 @@ from rank_cases import CASES
 from training_cases import blocked_case, class_batches, class_case, dropout_mlp, headed_case, image_case
 
 from trimtab.core.batch_rule import BatchRule
-from trimtab.core.parallelism import KEPT, STAGES
-from trimtab.core.plan import Effect, Plan
+from trimtab.core.choice import Effect
+from trimtab.core.parallelism import STAGES
+from trimtab.plans.plan import Plan
+from trimtab.settings import SETTINGS
+from trimtab.settings.sharding import SHARDING
 from trimtab.state import process_state
 
 ROWS = 4
 STEPS = 3
-# Values that differ from the reference. A dynamics field is free to change the training; the tuned plan says so.
-CHANGES = {
-    "micro_batch": (2, 3, 1),
-    "precision": ("bf16", "fp16"),  # tf32 needs CUDA
-    "memory_layout": ("channels_last",),
-    "allocator": ("retain",) if process_state.can_retain() else (),
-    "fused_optimizer": (True,),
-    "loss_chunk": (7, 1),
-    "recompute": ("every_block",),
-    "compiled": (True,) if shutil.which("g++") else (),
-    "dropout": (0.0, 0.8),
-    "weight_decay": (0.5,),
-    "optimizer": ("muon",),
-    "schedule": ("warmup_cosine", "warmup_linear"),
-    "warmup_fraction": (0.5,),
-    "learning_rate_scale": (1.5,),
-    "batch_policy": ("fixed",),  # two batches a window
-    "clip_norm": (0.01,),
-}
+# Examples that this machine cannot run.
+MISSING = set() if process_state.can_retain() else {"allocator"}
+MISSING |= set() if shutil.which("g++") else {"compiled"}
+# Settings by which several ranks share a model: tests/distributed compares each of them with one process.
+SHARED = {setting.name for setting in SHARDING}
+CHANGES = {name: setting.examples for name, setting in SETTINGS.items() if name not in SHARED | MISSING}
 # What a field is nothing without.
 NEEDS = {"warmup_fraction": {"schedule": "warmup_cosine"}}
-# Those that several ranks share a model by: tests/distributed holds each of them against one process.
-SHARED = {"zero_stage", "engine", "reduce_dtype", "bucket_bytes", "reduces_once", "powersgd_rank"}
 MARKS = Plan.effects()
 changes = [(name, value) for name, values in CHANGES.items() for value in values]
 # Units of rounding of the field's own precision: bf16 keeps 8 bits, fp16 11. A gradient through 3 layers and a few
@@ -71,15 +59,9 @@ def train(name, value, dtype, optimizer) -> tuple[Trained, Trained]:
     return train_ours(case, planned(name, value), total_samples=total), train_plain(case)
 
 
-def test_every_choice_has_a_value_to_try():
-    assert CHANGES.keys() | SHARED == MARKS.keys()
-    assert not CHANGES.keys() & SHARED
-    assert {"zero_stage", *KEPT} == SHARED
-
-
 def test_every_choice_of_ranks_has_a_case_on_ranks():
     tried = {(name, value) for case in CASES.values() for name, value in case.values.items()}
-    assert {name for name, value in tried if name in SHARED and value != KEPT.get(name)} == SHARED
+    assert {name for name, value in tried if name in SHARED and value != SETTINGS[name].default} == SHARED
     assert {value for name, value in tried if name == "zero_stage"} == set(STAGES)
 
 

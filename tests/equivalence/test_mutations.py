@@ -18,9 +18,8 @@ from test_token_losses import weighted_sum
 from training_cases import ROWS, class_batches, class_case, dropout_mlp, image_case, token_case
 
 import trimtab
-from trimtab.core.plan import Plan
-from trimtab.settings import clip_norm as clip_norm_module
-from trimtab.settings import memory_layout, optimizers, precision
+from trimtab.plans.plan import Plan
+from trimtab.techniques import gradient_clipping, memory_format, mixed_precision, optimizers
 from trimtab.training import run as run_module
 from trimtab.training import window
 from trimtab.training.accumulation import WindowWeights
@@ -197,11 +196,11 @@ def correction_in_float32(patch):
 def clip_before_correction(patch):
     def finish(optimizer, factor, clip_norm, **options):
         norm = gradients_finish(optimizer, 1.0, clip_norm, **options)
-        clip_norm_module.multiply(optimizer, factor)
+        gradient_clipping.multiply(optimizer, factor)
         return norm
 
-    gradients_finish = clip_norm_module.scale_and_clip
-    patch.setattr(clip_norm_module, "scale_and_clip", finish)
+    gradients_finish = gradient_clipping.scale_and_clip
+    patch.setattr(gradient_clipping, "scale_and_clip", finish)
 
 
 def correction_twice(patch):
@@ -257,7 +256,7 @@ def slices_in_reverse(patch):
 
 
 def no_autocast(patch):
-    patch.setattr(precision, "autocast", lambda precision, device: contextlib.nullcontext())
+    patch.setattr(mixed_precision, "autocast", lambda precision, device: contextlib.nullcontext())
 
 
 def gradients_kept_as_a_window_opens(patch):
@@ -278,7 +277,7 @@ def window_not_voided(patch):
 
 
 def state_not_aligned(patch):
-    for module in (memory_layout, optimizers):
+    for module in (memory_format, optimizers):
         patch.setattr(module, "align_state", lambda optimizer: None)
 
 

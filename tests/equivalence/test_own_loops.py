@@ -19,9 +19,9 @@ from training_cases import ROWS, class_mean, mlp, sgd
 import trimtab
 from trimtab.core.batch_rule import BatchRule
 from trimtab.core.errors import LoopError, OptimizerError
-from trimtab.core.plan import Plan
 from trimtab.losses import Summed
 from trimtab.measure import machine
+from trimtab.plans.plan import Plan
 from trimtab.profiling import trials
 
 NUM_ROWS = 4 * ROWS + 5  # the last batch is short

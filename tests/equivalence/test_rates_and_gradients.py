@@ -12,7 +12,7 @@ from torch.optim import lr_scheduler
 from training_cases import ROWS, class_batches, class_case, class_mean, token_case
 
 import trimtab
-from trimtab.core.plan import Plan
+from trimtab.plans.plan import Plan
 
 SIZES = (12,) * 9 + (5,)  # a short last window: progress counts samples, not steps
 TOTAL = sum(SIZES)

@@ -10,8 +10,8 @@ from plain_loop import Trained, assert_same_training, train_ours, train_plain_sp
 from training_cases import ROWS, class_batches, class_case, class_mean, dropout_mlp
 
 import trimtab
-from trimtab.core.plan import Plan
 from trimtab.losses import Summed
+from trimtab.plans.plan import Plan
 
 SHORT = 2  # steps; this CPU emulates the half precisions
 

@@ -12,7 +12,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from training_cases import ROWS, Words, class_batches, class_case, class_mean, mlp, token_batches
 
 import trimtab
-from trimtab.core.plan import Plan, SplitCheck
+from trimtab.core.choice import SplitCheck
+from trimtab.plans.plan import Plan
 
 DTYPES = [torch.float64, torch.float32]
 # k = 1, 2, 3, 4, 6, 12 equal slices; 12 = 5 + 5 + 2 = 7 + 5 = 11 + 1 = 8 + 4 unequal ones; 40 is more than there is.

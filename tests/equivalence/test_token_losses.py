@@ -8,8 +8,8 @@ from plain_loop import TOLERANCE, assert_same_training, train_ours, train_plain
 from training_cases import UNEQUAL_COUNTS, token_case, token_sum, token_sum_int
 
 import trimtab
-from trimtab.core.plan import Plan
 from trimtab.losses import Summed
+from trimtab.plans.plan import Plan
 
 ROWS = len(UNEQUAL_COUNTS)
 LOSSES = [token_sum, token_sum_int]

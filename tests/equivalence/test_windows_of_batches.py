@@ -11,8 +11,8 @@ from torch import nn
 from training_cases import OPTIMIZERS, ROWS, mlp
 
 from trimtab.core.batch_rule import BatchRule
-from trimtab.core.plan import Plan
 from trimtab.losses import Summed
+from trimtab.plans.plan import Plan
 from trimtab.training import run as run_module
 
 NUM_BATCHES = 7  # of them three windows of two, and one of what is left

@@ -20,14 +20,14 @@ from trimtab.checkpoint.manifest import NAME, TREE, FileEntry, Manifest, _encode
 from trimtab.checkpoint.run_lock import LockHolder
 from trimtab.checkpoint.state_files import read_state, write_state
 from trimtab.core.errors import FormatError, TrimtabError, UsageError
-from trimtab.core.plan import Plan
-from trimtab.core.profile import Profile
 from trimtab.core.record import Header, RecordWriter, StepRecord, read_record
 from trimtab.core.serialization import read_json, to_jsonable
 from trimtab.experiments.report.run_page import run_page
 from trimtab.experiments.results import read_result
 from trimtab.experiments.settings_file import NAME as SETTINGS
 from trimtab.experiments.settings_file import read_settings
+from trimtab.plans.plan import Plan
+from trimtab.plans.profile import Profile
 from trimtab.training.hooks import WindowDecision
 
 

@@ -10,9 +10,9 @@ import pytest
 from ranks import Ended, run_command
 
 from trimtab.checkpoint.atomic_directory import committed_folders
-from trimtab.core.plan import Plan
 from trimtab.core.record import read_record
 from trimtab.core.serialization import to_json
+from trimtab.plans.plan import Plan
 
 ROOT = Path(__file__).parents[2]
 NOW = 1772323200.0  # 2026-03-01T00:00Z

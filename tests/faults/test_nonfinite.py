@@ -13,8 +13,8 @@ from torch import nn
 
 import trimtab
 from trimtab.core.errors import NonFiniteError, UsageError
-from trimtab.core.plan import Plan
-from trimtab.settings import precision
+from trimtab.plans.plan import Plan
+from trimtab.techniques import mixed_precision
 from trimtab.training.nonfinite import PATIENCE, NonFinitePolicy
 
 ROWS, WINDOWS, BAD = 8, 6, 3
@@ -190,7 +190,7 @@ def overflowing(model, batch):
 
 def test_fp16_that_overflows_at_every_scale_is_left_for_a_wider_precision(tmp_path):
     loop = Loop()
-    wider = precision.fp16_replacement(torch.device("cpu"))
+    wider = mixed_precision.fp16_replacement(torch.device("cpu"))
     with trimtab.RecordWriter(tmp_path / "run.jsonl", trimtab.Header("test")) as writer:
         run = trimtab.start(loop.model, loop.optimizer, Plan.fixed(ROWS, precision="fp16"), record=writer)
         with run:
@@ -318,7 +318,7 @@ def test_a_forward_beyond_fp16_is_computed_in_a_wider_precision(one_in):
     loop.batches *= 20
     with trimtab.start(loop.model, loop.optimizer, Plan.fixed(ROWS, precision="fp16")) as run:
         loop.train(run, stop_at=100)
-        assert run.plan.precision.value == precision.fp16_replacement(torch.device("cpu"))
+        assert run.plan.precision.value == mixed_precision.fp16_replacement(torch.device("cpu"))
         assert "non-finite" in run.plan.precision.reason
         assert run.applied_steps >= (90 if one_in == 1 else 70)
     assert all(torch.isfinite(p).all() for p in loop.model.parameters())

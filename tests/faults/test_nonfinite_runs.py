@@ -15,9 +15,9 @@ import trimtab
 from trimtab.checkpoint.atomic_directory import committed_folders, delete_old_folders, write
 from trimtab.checkpoint.manifest import manifest_of
 from trimtab.core.errors import NonFiniteError
-from trimtab.core.plan import Plan
 from trimtab.core.record import read_record
 from trimtab.measure.finite_check import first_nonfinite, nonfinite_parameter
+from trimtab.plans.plan import Plan
 from trimtab.training import nonfinite
 from trimtab.training.nonfinite import NonFinitePolicy
 

@@ -15,8 +15,9 @@ from raising import raises
 from torch import nn
 
 import trimtab
+from trimtab.core.choice import SplitCheck
 from trimtab.core.errors import MemoryLimitError
-from trimtab.core.plan import Plan, SplitCheck
+from trimtab.plans.plan import Plan
 from trimtab.training import out_of_memory
 from trimtab.training.out_of_memory import is_out_of_memory
 from trimtab.training.window_snapshot import recovers_from

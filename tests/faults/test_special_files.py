@@ -17,13 +17,13 @@ from trimtab.checkpoint.batch_size_log import BatchSizeLog
 from trimtab.checkpoint.manifest import NAME, manifest_of
 from trimtab.core import files
 from trimtab.core.errors import FormatError, TrimtabError
-from trimtab.core.plan import Plan
-from trimtab.core.profile import Profile
 from trimtab.core.record import Header, RecordWriter, read_header, read_record, require_own
 from trimtab.core.serialization import read_json
 from trimtab.experiments.results import read_result
 from trimtab.experiments.settings_file import NAME as SETTINGS
 from trimtab.experiments.settings_file import read_settings
+from trimtab.plans.plan import Plan
+from trimtab.plans.profile import Profile
 from trimtab.tasks import load_task
 
 READERS = {

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import trimtab
-from trimtab.core.plan import Plan
+from trimtab.plans.plan import Plan
 
 ROWS, WINDOWS = 8, 5
 

@@ -13,10 +13,10 @@ from torch import nn
 
 import trimtab
 from trimtab.adaptive_batch.noise_probes import OverheadBudget
-from trimtab.core.plan import Plan
 from trimtab.experiments.baselines.loop import hold_strict_fp32
 from trimtab.experiments.paired_runs.instrumented_loop import StepClock
 from trimtab.losses import Summed
+from trimtab.plans.plan import Plan
 from trimtab.state.loop_state import LoopState
 from trimtab.state.peak_memory import peak_bytes, unused_bytes
 

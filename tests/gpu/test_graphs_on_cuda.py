@@ -17,11 +17,11 @@ import trimtab
 from benchmarks.paper.tasks import load_task
 from trimtab.core.choice import COMPILED_GRAPHS, CUDA_GRAPHS, is_by_compiler
 from trimtab.core.errors import LoopError
-from trimtab.core.plan import Plan
-from trimtab.core.profile import Candidate
+from trimtab.plans.plan import Plan
+from trimtab.plans.profile import Candidate
 from trimtab.profiling.cuda_graph_proof import replay_refusal
 from trimtab.profiling.training_loop import TrainingLoop
-from trimtab.settings.compiled import CompiledCall
+from trimtab.techniques.compiled_call import CompiledCall
 
 pytestmark = [
     pytest.mark.gpu,
@@ -348,7 +348,7 @@ class Counts(Model):
 def test_a_gradient_is_proved_before_it_is_believed(kind: type[nn.Module], code: str) -> None:
     model, optimizer = make(kind=kind)
     subject = TrainingLoop(model, optimizer, loss_fn, torch.randn(32, 32))
-    candidate = Candidate("bf16", "keep", False, 32, compiled=CUDA_GRAPHS)
+    candidate = Candidate(32, precision="bf16", compiled=CUDA_GRAPHS)
     with subject.start(candidate) as run:
         for _ in range(3):
             run.train_step(run.window(subject.batch), loss_fn)
@@ -497,7 +497,7 @@ def test_the_models_of_the_tasks_are_proved(task: str, precision: str, way: str)
         labels = torch.randint(0, 10, (64,), generator=drawn)
         batch = images.cuda(), labels.cuda()
     rows = len(batch[0])
-    candidate = Candidate(precision, "keep" if is_text else "channels_last", False, rows, compiled=way)
+    candidate = Candidate(rows, precision=precision, memory_layout="keep" if is_text else "channels_last", compiled=way)
     subject = TrainingLoop(model, found.make_optimizer(model), found.loss_fn, batch)
     with subject.start(candidate) as run:
         for _ in range(4):

@@ -47,7 +47,6 @@ from benchmarks.paper.tables import claim_table, gain_table
 from trimtab.core.energy_reading import OTHER_RANKS, MeterFacts, Provenance
 from trimtab.core.errors import FormatError, ValueGivenError
 from trimtab.core.hardware import DeviceSpec
-from trimtab.core.plan import Plan
 from trimtab.core.record import End, Evaluation, Header, RunRecord, StepRecord, write_record
 from trimtab.core.serialization import to_json, to_jsonable
 from trimtab.core.step_phases import ArmPhases, TimedGain, TimedRound
@@ -66,6 +65,7 @@ from trimtab.experiments.comparison.verdicts import non_inferiority
 from trimtab.experiments.phase_result import PhaseResult
 from trimtab.experiments.results import KINDS
 from trimtab.planner.statistics import Interval
+from trimtab.plans.plan import Plan
 
 
 def judged(found, source, measure, arm="paper"):

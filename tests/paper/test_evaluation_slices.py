@@ -29,8 +29,8 @@ from benchmarks.paper.resnet50 import bottleneck_resnet
 from benchmarks.paper.tasks import load_task
 from trimtab.api import start
 from trimtab.cli.main import app
+from trimtab.core.choice import MeasuredCost
 from trimtab.core.errors import FormatError, ValueGivenError
-from trimtab.core.plan import MeasuredCost, Plan
 from trimtab.core.recompute_schedule import schedule_of
 from trimtab.core.serialization import read_json, to_json
 from trimtab.experiments.ablation.ablation_design import changes_of
@@ -39,6 +39,7 @@ from trimtab.experiments.task_ranks import task_of_rank
 from trimtab.losses import Summed
 from trimtab.measure.blocks import find_blocks
 from trimtab.planner.multi_rank_plan import for_replicas
+from trimtab.plans.plan import Plan
 from trimtab.tasks.models.gpt import GPT, GPTShape
 from trimtab.training.split_conditions import has_batch_statistics
 

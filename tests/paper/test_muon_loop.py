@@ -13,9 +13,9 @@ from torch.nn import functional as F
 from benchmarks.paper.hand_tuned import MUON_RATE, muon_gpt
 from trimtab.core.batch_rule import warmup_cosine, warmup_linear
 from trimtab.core.errors import ValueGivenError
-from trimtab.core.plan import Plan
 from trimtab.experiments.baselines.strong import StrongLoop, factor_at
 from trimtab.experiments.paired_runs.plan_loops import TunedRecipePlanLoop
+from trimtab.plans.plan import Plan
 from trimtab.tasks import StrongRecipe
 
 MuonLoop = functools.partial(StrongLoop, field="muon")

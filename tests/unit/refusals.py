@@ -14,8 +14,8 @@ from torch import nn
 
 import trimtab
 from trimtab.core.errors import TrimtabError
-from trimtab.core.plan import Plan
 from trimtab.measure import machine
+from trimtab.plans.plan import Plan
 from trimtab.profiling import trials
 
 ROWS = 6

@@ -14,7 +14,7 @@ from torch import nn
 import trimtab
 from trimtab.core import serialization
 from trimtab.core.errors import BatchError, LossError, ModelError, OptimizerError, ValueGivenError
-from trimtab.core.plan import Plan
+from trimtab.plans.plan import Plan
 
 TEXT = serialization.to_json(Plan.fixed(8, 4))
 loop = pytest.fixture(new_loop)

@@ -18,8 +18,8 @@ from torch import nn
 
 import trimtab
 from trimtab.core.errors import BatchError, LoopError, LossError
-from trimtab.core.plan import Plan
 from trimtab.losses import Summed
+from trimtab.plans.plan import Plan
 
 loop = pytest.fixture(new_loop)
 

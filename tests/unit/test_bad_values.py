@@ -14,7 +14,7 @@ from refusals import INF, NAN, NO_COUNT, NO_POSITIVE
 import trimtab
 from trimtab.core import serialization
 from trimtab.core.errors import FormatError, TrimtabError, ValueGivenError
-from trimtab.core.plan import Plan
+from trimtab.plans.plan import Plan
 
 # Values by hand: Plan.fixed, Budget, Objective, Reference.
 

@@ -23,8 +23,6 @@ from saving import forge
 from trimtab import cli
 from trimtab.cli.options import settings_to_adapt
 from trimtab.core.errors import ValueGivenError
-from trimtab.core.plan import Plan
-from trimtab.core.profile import PROFILE_SCHEMA, Profile
 from trimtab.core.record import read_record
 from trimtab.core.serialization import from_json, read_json, to_json
 from trimtab.distributed.deepspeed_backend import config_of
@@ -37,6 +35,8 @@ from trimtab.experiments.paired_runs import paired_run
 from trimtab.experiments.phase_result import PhaseResult
 from trimtab.measure import machine
 from trimtab.planner.rank_profile import WAYS, RankPeakMemory, Way
+from trimtab.plans.plan import Plan
+from trimtab.plans.profile import PROFILE_SCHEMA, Profile
 from trimtab.tasks import load_task
 
 SOURCE = Path(__file__).parents[2] / "src"

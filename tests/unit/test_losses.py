@@ -15,8 +15,8 @@ from torch import nn
 
 import trimtab
 from trimtab.core.errors import LossError
-from trimtab.core.plan import Plan
 from trimtab.losses import Summed, as_loss
+from trimtab.plans.plan import Plan
 
 ROWS = 12
 Outcome = namedtuple("Outcome", ["loss", "auxiliary"])

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 import trimtab
-from trimtab.core.plan import Plan
 from trimtab.measure import machine
+from trimtab.plans.plan import Plan
 
 ROWS, WIDTH, CLASSES = 32, 256, 10
 

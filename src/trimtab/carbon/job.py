@@ -14,9 +14,9 @@ from typing import NamedTuple
 from trimtab.carbon.intensity import JOULES_PER_KWH, Intensity
 from trimtab.core.choice import MeasuredCost
 from trimtab.core.errors import ValueGivenError
-from trimtab.core.plan import Plan
 from trimtab.core.units import format_seconds
 from trimtab.core.validation import number
+from trimtab.plans.plan import Plan
 
 
 class TrainingPeriod(NamedTuple):

@@ -9,8 +9,9 @@ from torch import nn
 
 from trimtab.core import validation
 from trimtab.core.errors import ValueGivenError
-from trimtab.core.plan import Plan
 from trimtab.measure.machine import device_name, environment
+from trimtab.plans.plan import Plan
+from trimtab.settings import SETTINGS
 from trimtab.state.process_state import fp32_places
 
 # Changes that prevent resuming unless accepted by name: the changed fact, and the hint of the error.
@@ -48,9 +49,6 @@ def class_of(optimizer: torch.optim.Optimizer) -> str:
     return name
 
 
-# Plan fields added after the first checkpoints. At the default (None) they are left out, so old checkpoints still
-# match.
-_LATER = ("weight_decay",)
 _THREADS, _BETWEEN = "threads", ", "
 
 
@@ -67,8 +65,7 @@ def world_of(
     if threads:
         here |= {_THREADS: _BETWEEN.join(threads if len(set(threads)) > 1 else threads[:1])}
     kinds = sorted({str(p.dtype).removeprefix("torch.") for p in model.parameters()})
-    told = (name for name in Plan.effects() if name not in _LATER or getattr(plan, name).value is not None)
-    values = (f"{name}={getattr(plan, name).value}" for name in told)
+    values = (f"{name}={value}" for name, value in plan.values.items())
     facts = {name: here[name] for name in ("torch", _THREADS, *_SAID_ALONE) if name in here}
     return facts | {
         "device": " and ".join(sorted(set(devices))),
@@ -83,12 +80,22 @@ def world_of(
 def changes(saved: Mapping[str, str], now: Mapping[str, str]) -> dict[str, tuple[str, str]]:
     """Return the differing facts as name -> (saved, current). Facts missing on either side are ignored."""
     found = {name: (saved[name], now[name]) for name in saved if name in now and saved[name] != now[name]}
+    if "plan" in found and _changed_items(found["plan"][0]) == _changed_items(found["plan"][1]):
+        del found["plan"]
     if _THREADS in found:
         # Each rank is compared with the rank that it resumes from; a single count applies to all ranks.
         had, has = (text.split(_BETWEEN) for text in found[_THREADS])
         if all(has[rank % len(has)] == had[rank % len(had)] for rank in range(int(now["ranks"]))):
             del found[_THREADS]
     return found
+
+
+def _changed_items(plan: str) -> set[str]:
+    """Return the parts of a plan's text that differ from a setting's default.
+
+    A setting that was added after a checkpoint was saved is missing in its text and had its default then.
+    """
+    return set(plan.split(_BETWEEN)) - {f"{name}={setting.default}" for name, setting in SETTINGS.items()}
 
 
 def require_accepted(found: Mapping[str, tuple[str, str]], accepts: Collection[str]) -> None:

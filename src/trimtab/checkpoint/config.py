@@ -14,8 +14,8 @@ from trimtab.checkpoint.manifest import RunMetadata, manifest_of, said_of
 from trimtab.checkpoint.train_state import AdditionalState
 from trimtab.core import validation
 from trimtab.core.errors import DamagedError, FormatError, ValueGivenError
-from trimtab.core.plan import Plan
 from trimtab.core.serialization import from_jsonable
+from trimtab.plans.plan import Plan
 
 RESUMES = ("auto", "never", "always")
 FAILURES = ("stop", "warn")

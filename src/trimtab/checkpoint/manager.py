@@ -38,11 +38,11 @@ from trimtab.checkpoint.state_files import require_packable, snapshot
 from trimtab.checkpoint.train_state import AdditionalState, ModelState, OptimizerState
 from trimtab.checkpoint.verified_read import require_library
 from trimtab.core.errors import FormatError, RankError, SaveError, TrimtabError, ValueGivenError
-from trimtab.core.plan import Plan
 from trimtab.core.serialization import from_jsonable, to_jsonable, unquoted
 from trimtab.core.stateful import Load, loading_parts
 from trimtab.core.stopping_rule import StopReason
 from trimtab.measure.finite_check import nonfinite_parameter
+from trimtab.plans.plan import Plan
 from trimtab.training.hooks import WindowDecision
 from trimtab.training.run import Run
 from trimtab.training.user_hooks import require_saved

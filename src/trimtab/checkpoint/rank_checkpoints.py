@@ -19,11 +19,11 @@ from trimtab.checkpoint.sharded_checkpoint import merge_shards
 from trimtab.checkpoint.state_files import digest_of, read_state, write_state
 from trimtab.checkpoint.verified_read import VerifiedReader
 from trimtab.core.errors import FormatError, LoopError, RankError, SaveError, TrimtabError, ValueGivenError
-from trimtab.core.plan import Plan
 from trimtab.core.serialization import quoted, to_jsonable, unquoted
 from trimtab.distributed.launched_rank import ENDED
 from trimtab.distributed.process_group import from_first, limited_to, time_limit_s, words_at_work
 from trimtab.measure.gradient_norms import is_flat_sharded, is_sharded
+from trimtab.plans.plan import Plan
 from trimtab.state.random_state import derived_random_state
 from trimtab.training.metadata_exchange import MetadataExchange
 

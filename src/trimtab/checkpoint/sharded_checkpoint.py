@@ -22,7 +22,7 @@ from trimtab.checkpoint.train_state import ModelState, keep_types, kinds_differ,
 from trimtab.core.errors import FormatError, OptimizerError, SaveError
 from trimtab.core.stateful import Load, Stateful, require_keys
 from trimtab.measure.gradient_norms import is_sharded_itself
-from trimtab.settings.memory_layout import align_state
+from trimtab.techniques.memory_format import align_state
 
 _MODEL, _OPTIMIZER = "model", "optimizer"
 # Entries of a rank's shard state that are merged across ranks.

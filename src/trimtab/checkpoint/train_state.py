@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from trimtab.core.errors import FormatError, ModelError, OptimizerError, ValueGivenError
 from trimtab.core.stateful import Load, Stateful, require_keys
-from trimtab.settings.memory_layout import align_state
+from trimtab.techniques.memory_format import align_state
 from trimtab.training.window_snapshot import can_be_written
 
 

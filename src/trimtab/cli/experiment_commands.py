@@ -126,11 +126,11 @@ def ablate(
     """Measure every change of a plan alone: added to the baseline, and removed from the plan."""
     import trimtab.experiments.report.svg  # noqa: F401 - fails now, not after hours, if a package for the report is missing
     from trimtab.core.objective import Budget
-    from trimtab.core.plan import Plan
     from trimtab.core.serialization import read_json
     from trimtab.experiments.ablation.ablate import AblateSettings
     from trimtab.experiments.ablation.ablate import ablate as run
     from trimtab.experiments.output_folder import folder_of
+    from trimtab.plans.plan import Plan
     from trimtab.tasks import load_task
 
     if plan_file is not None:
@@ -175,12 +175,12 @@ def scale(
 ) -> None:
     """Measure baseline and plan on several numbers of ranks; under a launcher, run a single job on all ranks."""
     from trimtab.core.objective import Budget
-    from trimtab.core.plan import Plan
     from trimtab.core.serialization import read_json
     from trimtab.distributed.process_group import is_launched
     from trimtab.experiments.output_folder import folder_of
     from trimtab.experiments.scaling.scale import ScaleSettings, numbers, run_scale
     from trimtab.experiments.scaling.scaling_job import JobSettings
+    from trimtab.plans.plan import Plan
 
     frees = settings_to_adapt(adapt, ("batch",)) != ()
     if plan_file is not None:

@@ -9,8 +9,6 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
-from trimtab.core.errors import FormatError, ValueGivenError
-
 
 @dataclass(frozen=True)
 class Note:
@@ -48,24 +46,6 @@ def in_words(value: Compiled) -> str:
     """Return the mode as text for a list of settings; "" for eager."""
     words = ["compiled"] * is_by_compiler(value) + ["with CUDA graphs"] * is_recorded(value)
     return ", ".join(words)
-
-
-def check_compiled(value: object, *, num_ranks: int) -> None:
-    """Raise `FormatError` for an unknown execution mode, `ValueGivenError` for CUDA graphs on several ranks."""
-    if isinstance(value, bool):
-        return
-    if value not in GRAPHS:
-        ways = ", ".join(map(repr, GRAPHS))
-        raise FormatError("plan.compiled", got=repr(value), expected=f"true, false, {ways}")
-    if num_ranks > 1:
-        raise ValueGivenError(
-            "plan.compiled",
-            got=f"{value!r} on {num_ranks} ranks",
-            expected="true or false on several ranks",
-            problem=f"plan.compiled={value!r} needs a single process, got {num_ranks} ranks: communication between "
-            "ranks is not captured in CUDA graphs.",
-            hint=f"Set compiled={is_by_compiler(value)}, which uses no CUDA graphs.",
-        )
 
 
 Scalar = bool | int | float | str | None

@@ -10,11 +10,11 @@ import torch.distributed as dist
 from torch import nn
 
 from trimtab.core.errors import ValueGivenError
-from trimtab.core.plan import Plan
 from trimtab.distributed.host_gather import connect
 from trimtab.distributed.process_group import has_peers
 from trimtab.distributed.rank_consistency import require_alike
 from trimtab.measure.gradient_norms import is_flat_sharded, is_sharded
+from trimtab.plans.plan import Plan
 from trimtab.training.backend import Backend, UserBackend
 from trimtab.training.gradient_sync import data_parallel
 from trimtab.training.metadata_exchange import MetadataExchange, SingleProcessExchange

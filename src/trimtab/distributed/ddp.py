@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from trimtab.core.plan import Plan
 from trimtab.distributed.host_gather import RankExchange
+from trimtab.plans.plan import Plan
 from trimtab.training.backend import TorchBackend
 from trimtab.training.gradient_sync import GradientSync
 

@@ -18,10 +18,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from trimtab.core.errors import DependencyError, LoopError, ValueGivenError
-from trimtab.core.plan import Plan
 from trimtab.distributed.ddp import broadcast_buffers
 from trimtab.distributed.host_gather import RankExchange
-from trimtab.settings.precision import MixedPrecision
+from trimtab.plans.plan import Plan
+from trimtab.techniques.mixed_precision import MixedPrecision
 from trimtab.training.used_parameters import AllParametersCheck
 
 State = dict[Tensor, dict[str, Any]]

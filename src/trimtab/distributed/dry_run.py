@@ -25,7 +25,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trimtab.core.errors import RankError
-from trimtab.core.plan import Plan
 from trimtab.core.progress import silent
 from trimtab.distributed.backend_selection import backend_of
 from trimtab.distributed.host_gather import RankExchange
@@ -35,7 +34,9 @@ from trimtab.measure.gradient_norms import local_shard
 from trimtab.measure.timing import time_call
 from trimtab.planner.dry_run_selection import DryRunResult, by_default, plan_for_gradients
 from trimtab.planner.statistics import MIN_PAIRS_FOR_VERDICT, turns
+from trimtab.plans.plan import Plan
 from trimtab.profiling.measurement_notes import describe
+from trimtab.settings import unchanged
 from trimtab.state.loop_state import unchanged_by
 from trimtab.state.peak_memory import alive_between_steps, peak_bytes, storage_bytes
 from trimtab.state.process_state import ProcessState
@@ -72,13 +73,12 @@ def dry_run_of(
     """
     gc.collect()  # An error of an earlier run holds its frames, and the frames hold the run's tensors.
     model, optimizer, loss_fn, batch = copied()
-    plan = replace(
-        plan,
+    plan = plan.having(
         batch_rule=None,
-        warmup_fraction=Plan.warmup_fraction,
-        schedule=Plan.schedule,
-        learning_rate_scale=Plan.learning_rate_scale,
-        batch_policy=Plan.batch_policy,
+        warmup_fraction=unchanged("warmup_fraction"),
+        schedule=unchanged("schedule"),
+        learning_rate_scale=unchanged("learning_rate_scale"),
+        batch_policy=unchanged("batch_policy"),
     )
     clip = None if plan.clip_norm.value is not None else clip_norm
     backend: Backend | None = backend_of(model, plan, {"clip_norm": clip})

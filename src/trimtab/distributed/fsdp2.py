@@ -13,11 +13,11 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import distribute_tensor
 
 from trimtab.core.errors import DependencyError, OptimizerError
-from trimtab.core.plan import Plan
 from trimtab.distributed.ddp import broadcast_first
 from trimtab.distributed.host_gather import RankExchange
 from trimtab.measure.blocks import find_blocks
 from trimtab.planner.rank_profile import steps_shards_fused
+from trimtab.plans.plan import Plan
 from trimtab.training.backend import TorchBackend
 from trimtab.training.used_parameters import ShardedParameterUse
 

@@ -11,7 +11,6 @@ import torch.distributed as dist
 from trimtab.core.errors import InfeasibleError, ValueGivenError
 from trimtab.core.hardware import LinkCalibration
 from trimtab.core.parallelism import StepShape
-from trimtab.core.plan import Plan
 from trimtab.core.serialization import from_json, to_json
 from trimtab.distributed.bandwidth_test import calibrate
 from trimtab.distributed.dry_run import DryRuns
@@ -25,6 +24,7 @@ from trimtab.planner.dry_run_selection import (
     saying_unrehearsed,
 )
 from trimtab.planner.multi_rank_plan import for_replicas, with_fastest_communication
+from trimtab.plans.plan import Plan
 
 # Sent by rank 0 if the way to shard the model is chosen after the link is timed.
 _TO_CHOOSE = ""
@@ -140,7 +140,7 @@ def _next_plan(
     if not refusal:
         return _NextPlan(plan, is_last=found.of(plan) is not None)
     stage = replace(plan.zero_stage, reason=f"{plan.zero_stage.reason}; not tested in a dry run: {refusal}")
-    return _NextPlan(replace(saying_unrehearsed(plan, refusal), zero_stage=stage), is_last=True)
+    return _NextPlan(saying_unrehearsed(plan, refusal).having(zero_stage=stage), is_last=True)
 
 
 def _ran(plan: Plan, rehearsal: DryRuns) -> DryRunResult:
@@ -162,4 +162,4 @@ def _timed(device: torch.device) -> LinkCalibration | str:
 
 
 def _as_by_default(plan: Plan, why: str) -> Plan:
-    return replace(plan, reduce_dtype=replace(plan.reduce_dtype, reason=f"torch's default, because {why}"))
+    return plan.having(reduce_dtype=replace(plan.reduce_dtype, reason=f"torch's default, because {why}"))

@@ -7,7 +7,6 @@ import functools
 import sys
 import warnings
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -20,14 +19,14 @@ from torch.optim import SGD, Optimizer
 from trimtab.core.errors import DependencyError, ValueGivenError
 from trimtab.core.memory_model import PeakMemoryModel, aligned_peaks
 from trimtab.core.parallelism import Parallelism
-from trimtab.core.profile import Candidate
 from trimtab.distributed.fsdp2 import names_of
 from trimtab.measure.fake_tensors import FakeTensors
 from trimtab.measure.storage_lifetimes import Autocast, LossFn, Phase, TracedStep, cannot_trace, make_state
 from trimtab.measure.storage_tracker import StorageTracker
 from trimtab.planner.rank_profile import WAYS, RankPeakMemory, Way, steps_shards_fused
+from trimtab.plans.profile import Candidate
 from trimtab.profiling.candidate_traces import Batches, Sizes, apply_candidate, at_two_sizes, has_two_sizes
-from trimtab.settings.precision import autocast as autocast_of
+from trimtab.techniques.mixed_precision import autocast as autocast_of
 
 # Kinds of micro-batches with different memory: first, middle, last.
 _DIFFERENT = 3
@@ -70,7 +69,7 @@ def trace_ways(
 
     def of(way: Way) -> RankPeakMemory:
         fuses = way[0] < 2 or steps_shards_fused(type(optimizer).__name__)
-        own = candidate if fuses else replace(candidate, fused_optimizer=False)
+        own = candidate if fuses else candidate.having(fused_optimizer=False)
         with apply_candidate(model, optimizer, own):
             return RankPeakMemory(candidate, way, whole(way[0]), peak(way, _DIFFERENT))
 

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from trimtab.core.errors import OptimizerError
-from trimtab.core.plan import Plan
 from trimtab.distributed.ddp import DataParallel
-from trimtab.settings.memory_layout import align_state
-from trimtab.settings.precision import MixedPrecision
+from trimtab.plans.plan import Plan
+from trimtab.techniques.memory_format import align_state
+from trimtab.techniques.mixed_precision import MixedPrecision
 
 
 class Zero1Backend(DataParallel):

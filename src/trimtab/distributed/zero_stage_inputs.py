@@ -15,13 +15,13 @@ from torch.optim import Optimizer
 from trimtab.core.errors import DependencyError, InfeasibleError, ModelError
 from trimtab.core.hardware import LinkCalibration
 from trimtab.core.parallelism import StepShape
-from trimtab.core.plan import Plan
-from trimtab.core.profile import Candidate, Profile, TracedCandidate
 from trimtab.distributed.rank_memory import trace_ways
 from trimtab.planner.dry_run_selection import CompletedDryRuns
 from trimtab.planner.plan_choice import choose
 from trimtab.planner.rank_profile import WAYS, RankPeakMemory, Way
 from trimtab.planner.zero_stage import choose_stage
+from trimtab.plans.plan import Plan
+from trimtab.plans.profile import SAME_BYTES, Candidate, Profile, TracedCandidate
 from trimtab.profiling.candidate_traces import MIN_SAMPLES, trace_here
 from trimtab.profiling.communication_profile import step_shape
 from trimtab.training.batch import BY_CONTAINERS, to_device
@@ -31,7 +31,6 @@ RankLoop = tuple[nn.Module, Optimizer, LossFn, Any]  # of a rank, with its part 
 
 NO_JOULES = "other ZeRO stages were not considered, because their energy cannot be predicted"
 ADAPTS = "other ZeRO stages were not considered: a plan that adapts, or measures noise, needs replicas of the model"
-_BUT = ("micro_batch", "allocator", "fused_optimizer")  # fields ignored in the choice of the stage
 
 
 @dataclass(frozen=True)
@@ -139,7 +138,7 @@ def _unlike(candidates: Iterable[Candidate]) -> list[Candidate]:
     """Return the candidates with different traces."""
     found: list[Candidate] = []
     for each in candidates:
-        plain = replace(each, recompute=None)
-        if not each.compiled and not any(plain.alike(other, *_BUT) for other in found):
+        plain = each.having(recompute=None)
+        if not each.compiled and not any(plain.alike(other, *SAME_BYTES) for other in found):
             found.append(plain)
     return found

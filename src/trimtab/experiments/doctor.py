@@ -12,7 +12,7 @@ from trimtab.core.energy_reading import MeterFacts, PowerLimit
 from trimtab.core.units import format_bytes, format_count
 from trimtab.energy.meter_selection import find_meter, with_idle
 from trimtab.measure.machine import device_spec, environment
-from trimtab.planner.search import precision_refusal
+from trimtab.settings.precision import precision_refusal
 from trimtab.tasks.placement import device_here
 
 _EXTRAS = {"rich": "cli", "typer": "cli", "matplotlib": "report", "sklearn": "tasks"}

@@ -15,7 +15,6 @@ import torch
 
 from trimtab.core.errors import ModelError, NonFiniteError
 from trimtab.core.hardware import DeviceSpec
-from trimtab.core.plan import Plan
 from trimtab.core.progress import Progress, silent
 from trimtab.core.step_phases import ArmPhases, RooflineBound, TimedGain, TimedRound
 from trimtab.distributed.coordinator import ALONE, Coordinator
@@ -30,11 +29,12 @@ from trimtab.measure.memory_trace import Prepare, as_it_is, trace_work
 from trimtab.measure.timing import time_call
 from trimtab.planner.cost_model import roof_of
 from trimtab.planner.statistics import turns
-from trimtab.settings.compiled import is_compiled
+from trimtab.plans.plan import Plan
 from trimtab.settings.recompute import use_plan
 from trimtab.state.process_state import ProcessState
 from trimtab.tasks.placement import place_data, prefetch
 from trimtab.tasks.task import Task, TaskData
+from trimtab.techniques.compiled_call import is_compiled
 from trimtab.training.batch import BY_CONTAINERS
 
 ROUNDS = 8

@@ -16,10 +16,10 @@ import torch
 import trimtab
 from trimtab.core.errors import FormatError
 from trimtab.core.objective import Budget, Objective
-from trimtab.core.plan import Plan
 from trimtab.core.serialization import from_json, to_json, write_whole
 from trimtab.experiments.settings_file import NAME, read_settings
 from trimtab.measure.machine import environment
+from trimtab.plans.plan import Plan
 from trimtab.state.process_state import ProcessState
 from trimtab.tasks.task import RECIPES, Task, TaskData
 

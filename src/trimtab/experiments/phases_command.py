@@ -12,7 +12,6 @@ import torch
 
 from trimtab.core.errors import ValueGivenError
 from trimtab.core.objective import Budget, Objective
-from trimtab.core.plan import Plan
 from trimtab.core.progress import Progress, silent
 from trimtab.core.serialization import read_json
 from trimtab.distributed.coordinator import Coordinator
@@ -26,6 +25,7 @@ from trimtab.experiments.progress_bar import ProgressBar
 from trimtab.experiments.task_plans import given_plan, make_plans
 from trimtab.experiments.task_ranks import job_plans, ranks_of_job, refuse_on_ranks, require_same_task, task_of_rank
 from trimtab.planner.multi_rank_plan import for_replicas
+from trimtab.plans.plan import Plan
 from trimtab.tasks import load_task
 from trimtab.tasks.placement import device_here
 from trimtab.tasks.task import Task, TaskData

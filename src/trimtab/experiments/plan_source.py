@@ -10,8 +10,6 @@ from trimtab.core import validation
 from trimtab.core.errors import FormatError
 from trimtab.core.hardware import absent_device
 from trimtab.core.objective import Budget, Objective
-from trimtab.core.plan import Plan
-from trimtab.core.profile import Profile
 from trimtab.core.serialization import read_json
 from trimtab.core.units import format_bytes, format_joules, format_seconds
 from trimtab.experiments.profile_text import profile_text
@@ -19,6 +17,8 @@ from trimtab.planner import search_space
 from trimtab.planner.plan_choice import choose, choose_there
 from trimtab.planner.target_device_candidates import recorded_blocks, traced_for, with_blocks
 from trimtab.planner.target_device_candidates import recorded_traces as recorded_traces
+from trimtab.plans.plan import Plan
+from trimtab.plans.profile import Profile
 
 if TYPE_CHECKING:
     from trimtab.api import Metering

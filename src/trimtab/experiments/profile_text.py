@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from trimtab.core.profile import Profile
 from trimtab.core.units import format_bytes, format_count, format_joules, format_seconds
+from trimtab.plans.profile import Profile
 
 
 def profile_text(profile: Profile) -> str:

@@ -17,8 +17,6 @@ from trimtab.core.errors import ValueGivenError
 from trimtab.core.hardware import LinkCalibration, ring_link
 from trimtab.core.objective import Budget, Objective
 from trimtab.core.parallelism import ENGINES
-from trimtab.core.plan import Plan, ZeroStageCost
-from trimtab.core.profile import Profile
 from trimtab.core.serialization import is_stream, to_json, write_result, write_whole
 from trimtab.distributed.deepspeed_backend import config_for
 from trimtab.distributed.zero_stage_inputs import traces_of_ranks, with_traces
@@ -27,6 +25,8 @@ from trimtab.experiments.task_ranks import task_of_rank
 from trimtab.measure.fake_tensors import FakeCudaMode
 from trimtab.measure.machine import device_name
 from trimtab.planner.zero_stage import RefusedStage, StageCost, Stages, choose_stage, stages_text, ways_of
+from trimtab.plans.plan import Plan, ZeroStageCost
+from trimtab.plans.profile import Profile
 from trimtab.profiling.communication_profile import step_shape
 from trimtab.tasks import load_task
 from trimtab.tasks.placement import device_here

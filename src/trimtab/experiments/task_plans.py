@@ -15,18 +15,18 @@ from trimtab.core.energy_reading import Energy, PowerLimit, Provenance, sum_ener
 from trimtab.core.errors import InfeasibleError, ValueGivenError
 from trimtab.core.hardware import DeviceSpec
 from trimtab.core.objective import Budget, Objective, Reference
-from trimtab.core.plan import Plan
-from trimtab.core.profile import Profile
 from trimtab.energy.energy_meter import EnergyClock, GivenWatts, Meter, MeterLost
 from trimtab.experiments.baselines.loop import move
 from trimtab.experiments.baselines.strong import StrongLoop
 from trimtab.planner.plan_choice import choose
+from trimtab.plans.plan import Plan
+from trimtab.plans.profile import Profile
 from trimtab.profiling.candidate_traces import MIN_SAMPLES
 from trimtab.profiling.training_loop import TrainingLoop
 from trimtab.profiling.training_settings_search import TRAINED, RunLength, require_rate, tune_plan
-from trimtab.settings.muon import hidden_matrices
 from trimtab.tasks.placement import device_here
 from trimtab.tasks.task import Task, TaskData
+from trimtab.techniques.muon import hidden_matrices
 
 # Energy of planning, counted alongside trials with their own power readings.
 

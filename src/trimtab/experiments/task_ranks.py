@@ -11,8 +11,6 @@ from torch.utils._pytree import tree_leaves
 
 from trimtab.core.errors import ValueGivenError
 from trimtab.core.objective import Budget, Objective
-from trimtab.core.plan import Plan
-from trimtab.core.profile import Profile
 from trimtab.distributed.coordinator import Coordinator
 from trimtab.distributed.dry_run import DryRuns
 from trimtab.distributed.plan_on_ranks import BroadcastPlan, plan_together
@@ -21,6 +19,8 @@ from trimtab.distributed.rank_consistency import digest, optimizer_facts, requir
 from trimtab.distributed.zero_stage_inputs import ADAPTS, RankLoop, StageMeasurements, of_replicas, share_of
 from trimtab.experiments.task_plans import PLANNING_SEED, Plans, loop_of, make_plans, profile_here
 from trimtab.planner.rank_profile import of_any_rank
+from trimtab.plans.plan import Plan
+from trimtab.plans.profile import Profile
 from trimtab.profiling.communication_profile import step_shape
 from trimtab.profiling.training_settings_search import RACED
 from trimtab.tasks.placement import device_here

@@ -18,7 +18,6 @@ from trimtab.carbon.intensity import Intensity
 from trimtab.checkpoint.config import Checkpoints
 from trimtab.core import validation
 from trimtab.core.errors import FormatError, ValueGivenError
-from trimtab.core.plan import Plan
 from trimtab.core.progress import Progress
 from trimtab.core.record import Header
 from trimtab.core.serialization import to_jsonable
@@ -34,6 +33,7 @@ from trimtab.losses import parts_of
 from trimtab.measure.finite_check import nonfinite_parameter
 from trimtab.measure.machine import environment
 from trimtab.measure.timing import synchronize
+from trimtab.plans.plan import Plan
 from trimtab.tasks.placement import device_here, place_data, prefetch
 from trimtab.tasks.task import Task, TaskData
 from trimtab.training.run import Run

@@ -11,7 +11,6 @@ from trimtab.carbon.job import RemainingWork, power_of, step_seconds
 from trimtab.checkpoint.config import Checkpoints
 from trimtab.core.errors import ValueGivenError
 from trimtab.core.objective import Budget
-from trimtab.core.plan import Plan
 from trimtab.core.serialization import read_json
 from trimtab.core.units import format_moment
 from trimtab.distributed.process_group import job_position
@@ -21,6 +20,7 @@ from trimtab.experiments.task_ranks import plan_on_ranks
 from trimtab.experiments.train import Note, TrainingOptions, train_part, train_whole
 from trimtab.experiments.train_summary import TrainingPart, figures_of
 from trimtab.planner.multi_rank_plan import for_replicas
+from trimtab.plans.plan import Plan
 from trimtab.tasks.task import Task
 
 

@@ -16,8 +16,8 @@ from torch import nn
 
 from trimtab.api import plan as make_plan
 from trimtab.core.errors import ValueGivenError
-from trimtab.core.plan import Plan
 from trimtab.integrations.trainer_rules import STAGES, require_shared, start_in_process_group
+from trimtab.plans.plan import Plan
 from trimtab.training.run import Run
 
 

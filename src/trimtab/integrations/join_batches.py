@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from trimtab.core.errors import InfeasibleError
-from trimtab.core.plan import Plan
+from trimtab.plans.plan import Plan
 from trimtab.training.batch import BY_CONTAINERS
 from trimtab.training.split_conditions import has_batch_statistics
 

@@ -23,7 +23,6 @@ from torch.autograd.graph import Node
 
 from trimtab.api import plan as make_plan
 from trimtab.core.errors import ValueGivenError
-from trimtab.core.plan import Plan
 from trimtab.integrations.ignored_labels import counts_nothing
 from trimtab.integrations.join_batches import WindowBatches
 from trimtab.integrations.trainer_rules import (
@@ -35,6 +34,7 @@ from trimtab.integrations.trainer_rules import (
     start_in_process_group,
 )
 from trimtab.losses import Summed
+from trimtab.plans.plan import Plan
 from trimtab.training.run import Run
 
 # A zero loss in place of a mean over no terms, whose value and gradients are NaN even at weight 0.

@@ -13,15 +13,13 @@ from trimtab.api import start
 from trimtab.core.errors import ValueGivenError
 from trimtab.core.objective import ASSUMED_REFERENCE, Reference
 from trimtab.core.parallelism import STAGES
-from trimtab.core.plan import Plan, without_graphs
 from trimtab.distributed.process_group import limited_to
+from trimtab.plans.plan import Plan, without_graphs
+from trimtab.settings import SETTINGS
 from trimtab.training.run import Run
 
 # Seconds: the default timeout of torch's gloo groups. A checkpoint of the trainer may delay a rank for minutes.
 LIMIT_S = 1800.0
-# Settings of a plan that the trainer's own configuration decides, with their neutral values.
-_LEFT = {"schedule": "user", "learning_rate_scale": 1.0, "clip_norm": None, "optimizer": "user", "batch_policy": "user"}
-_LEFT |= {"weight_decay": None}
 
 
 def accumulation_arguments(planning: Mapping[str, Any], num_batches: int) -> dict[str, Any]:
@@ -47,8 +45,8 @@ def checked_plan(plan: Plan | None, host: str) -> Plan | None:
         return None
     if not isinstance(plan, Plan):
         raise ValueGivenError("plan", got=f"a {type(plan).__name__}", expected="a trimtab.Plan", code="plan.invalid")
-    for name, left in _LEFT.items():
-        if (value := getattr(plan, name).value) != left:
+    for name, value in plan.values.items():
+        if SETTINGS[name].trainer_decides and value != SETTINGS[name].default:
             raise ValueGivenError(
                 f"plan.{name}",
                 problem=f"The plan sets {name} to {value!r}, but {host} decides this setting.",

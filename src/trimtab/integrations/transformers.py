@@ -20,7 +20,6 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from trimtab.api import plan as make_plan
 from trimtab.core.errors import ValueGivenError
-from trimtab.core.plan import Plan
 from trimtab.integrations.accelerate import refuse_compiling, refuse_sharded
 from trimtab.integrations.ignored_labels import (
     IGNORED,
@@ -41,6 +40,7 @@ from trimtab.integrations.trainer_rules import (
     start_in_process_group,
 )
 from trimtab.losses import Summed
+from trimtab.plans.plan import Plan
 from trimtab.training.run import Run
 
 # Fields of TrainingArguments that a plan decides or a run replaces, with hints.

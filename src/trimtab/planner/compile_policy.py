@@ -10,13 +10,13 @@ the plain and for the compiled model: capture costs almost nothing.
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
 from trimtab.core.choice import COMPILED_GRAPHS, CUDA_GRAPHS, Compiled, Note, is_by_compiler, is_recorded
-from trimtab.core.profile import Candidate, Profile, Trial
 from trimtab.core.units import format_seconds
-from trimtab.planner.cost_model import BUT_MODE, CostModel, is_in_chunks, sizes_to_consider
+from trimtab.planner.cost_model import CostModel, is_in_chunks, sizes_to_consider
 from trimtab.planner.trial_statistics import speed_in_words, speed_ratio
+from trimtab.plans.profile import Candidate, Profile, Trial
+from trimtab.settings import NOT_MODES
 
 # Fraction of a run that measuring may take; least seconds of compilation for a model that is not tiny.
 MEASURING, COMPILING_S = 0.01, 20.0
@@ -39,7 +39,7 @@ def graph_candidates(profile: Profile, fastest: Candidate) -> tuple[Candidate, .
     """Return the fastest mode, and a captured candidate if capture is worth a trial."""
     if profile.loop.is_compiled or profile.loop.bitwise_only or not _may_wait(profile, fastest):
         return (fastest,)
-    return fastest, replace(to_compile(profile, fastest), compiled=CUDA_GRAPHS)
+    return fastest, to_compile(profile, fastest).having(compiled=CUDA_GRAPHS)
 
 
 def compile_candidates(profile: Profile, fastest: Candidate) -> tuple[Candidate, ...]:
@@ -51,7 +51,7 @@ def compile_candidates(profile: Profile, fastest: Candidate) -> tuple[Candidate,
         return (fastest,)
     mode, recorded = to_compile(profile, fastest), reason_not_to_compile(profile, CUDA_GRAPHS) is None
     ways: tuple[Compiled, ...] = (CUDA_GRAPHS, COMPILED_GRAPHS) if recorded else (True,)
-    return fastest, *(replace(mode, compiled=way) for way in ways)
+    return fastest, *(mode.having(compiled=way) for way in ways)
 
 
 def _may_wait(profile: Profile, fastest: Candidate) -> bool:
@@ -155,7 +155,7 @@ def _recorded_s(profile: Profile) -> float | None:
     tried = next(trial.candidate for trial in profile.stage("graphs") if trial.candidate.compiled == CUDA_GRAPHS)
     chunks = {None, *(trial.candidate.loss_chunk for trial in profile.stage("head") if trial.block_s)}
     sizes = [
-        replace(tried, micro_batch=rows, loss_chunk=chunk) for rows in sizes_to_consider(profile) for chunk in chunks
+        tried.having(micro_batch=rows, loss_chunk=chunk) for rows in sizes_to_consider(profile) for chunk in chunks
     ]
     found = [each for each in sizes if is_in_chunks(profile, each) and (limit is None or model.is_within(each, limit))]
     return min((model.predict(each).step_s or math.inf for each in found), default=None)
@@ -216,5 +216,5 @@ def tried(profile: Profile) -> tuple[Trial, ...]:
 def paying_modes(profile: Profile, mode: Candidate | None = None) -> tuple[Compiled, ...]:
     """Return the ways to run the model that were tried and pay, except the plain model; for all modes, or for one."""
     found = (trial.candidate for trial in tried(profile))
-    ways = dict.fromkeys(each.compiled for each in found if mode is None or each.alike(mode, *BUT_MODE))
+    ways = dict.fromkeys(each.compiled for each in found if mode is None or each.alike(mode, *NOT_MODES))
     return tuple(way for way in ways if reason_not_to_compile(profile, way) is None)

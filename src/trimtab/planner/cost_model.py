@@ -23,10 +23,11 @@ from dataclasses import dataclass, replace
 from trimtab.core.choice import is_by_compiler, is_recorded
 from trimtab.core.hardware import DeviceSpec
 from trimtab.core.memory_model import Line, Operation, Seen, StepWork
-from trimtab.core.profile import SLICED, Candidate, Profile, TracedCandidate, Trial
 from trimtab.core.step_phases import RooflineBound
 from trimtab.planner import recompute_candidates
 from trimtab.planner.trial_statistics import ratio_by_longest
+from trimtab.plans.profile import SAME_BYTES, SLICED, Candidate, Profile, TracedCandidate, Trial
+from trimtab.settings import NOT_MODES
 
 # Roofline model (Williams et al. 2009): an operator's time is the maximum of its compute time and its memory time.
 
@@ -109,7 +110,7 @@ def sizes_to_consider(profile: Profile) -> tuple[int, ...]:
 
 def head_tokens(profile: Profile, candidate: Candidate) -> int:
     """Return the tokens per micro-batch at the loss head."""
-    return (profile.loop.head_tokens or 0) * candidate.micro_batch // profile.loop.batch_size
+    return (profile.loop.head_tokens or 0) * int(candidate.micro_batch) // profile.loop.batch_size
 
 
 def is_in_chunks(profile: Profile, candidate: Candidate) -> bool:
@@ -122,12 +123,21 @@ MARGIN = 0.02
 # Margins without any trial: for convolutions, whose workspaces are invisible to a trace; for the caching allocator on a
 # GPU, which reserves more than tensors take; and for data-sheet seconds, which may be a fourth too small.
 CONVOLUTIONS, ALLOCATOR, ROOFLINE = 0.15, 0.05, 1 / 3
-# All fields of a candidate except precision and memory layout.
-BUT_MODE = ("fused_optimizer", "micro_batch", "allocator", "loss_chunk", "compiled", "recompute")
-# The same without the way to run the model.
-BUT_WAY = tuple(name for name in BUT_MODE if name != "compiled")
+# All settings of a candidate except its mode and the way to run the model.
+BUT_WAY = tuple(name for name in NOT_MODES if name != "compiled")
+# Settings with a search phase of their own that is named after them: all without a special rule in the search.
+OWN_PHASE = tuple(name for name in NOT_MODES if name not in (*SAME_BYTES, "loss_chunk", "compiled", "recompute"))
+# Search phases that try values of one setting beside a mode, from which its saving is known.
+_PHASES = (
+    ("optimizer", "fused_optimizer"),
+    ("head", "loss_chunk"),
+    *((name, name) for name in OWN_PHASE),
+    ("graphs", "compiled"),
+    ("compile", "compiled"),
+)
+_SAVING = tuple(dict.fromkeys(name for _, name in _PHASES))
 # Search phases with whole steps; the first candidate of each is a mode (precision and layout).
-_STAGES = ("modes", SLICED, "head", "sizes", "graphs", "compile")
+_STAGES = ("modes", SLICED, "head", *OWN_PHASE, "sizes", "graphs", "compile")
 # Fraction of blocks outside the interval, half of them below; and the relative error that nine of ten predictions stay
 # within (counts in docs/memory.md).
 _OUTSIDE, _MISSED = 0.05, 0.15
@@ -170,8 +180,9 @@ class CostModel:
         like = next(filter(None, ran), profile.ran("sizes")[:1])
         self._unit = like[0] if like else None
         self._modes = {t.candidate: 1 / ratio_by_longest(t, self._unit, like) for t in like if self._unit}
-        self._saved = self._against("optimizer", "fused_optimizer") | self._against("head", "loss_chunk")
-        self._saved |= self._against("graphs", "compiled") | self._against("compile", "compiled")
+        self._saved: dict[tuple[str, object], float] = {}
+        for stage, name in _PHASES:
+            self._saved |= self._against(stage, name)
         self._recorded = self._of_recorded()
         self._extra: dict[int, float] = {}
         self._extra = self._of_sizes()
@@ -180,7 +191,7 @@ class CostModel:
     def modes(self) -> tuple[Candidate, ...]:
         """Tried modes (precision and memory layout), each at its tried size; the fastest first."""
         if not self._profile.trials:
-            return tuple(dict.fromkeys(replace(traced.candidate, loss_chunk=None) for traced in self._profile.traces))
+            return tuple(dict.fromkeys(traced.candidate.having(loss_chunk=None) for traced in self._profile.traces))
         return tuple(sorted(self._modes, key=lambda candidate: self._modes[candidate]))
 
     def predict(self, candidate: Candidate) -> PredictedCost:
@@ -190,17 +201,34 @@ class CostModel:
         if not self._profile.trials:
             step_s = self._by_roofline(candidate)
         counted = self._counted(candidate)
-        peak = counted or self._traced(candidate) or self._beside_counted(candidate)
+        peak = counted or self._scaled(candidate) or self._traced(candidate) or self._beside_counted(candidate)
         power_w = self._power_w(candidate)
         energy_j = None if step_s is None or power_w is None else power_w * step_s
         return PredictedCost(step_s, peak, counted is not None, self.seconds_margin, energy_j)
+
+    def _scaled(self, candidate: Candidate) -> int | None:
+        """Return the peak of a candidate with settings of `OWN_PHASE`; None without such settings or a known peak.
+
+        The peak without each setting, times the ratio of the peaks that were counted with and without it.
+        """
+        for name in OWN_PHASE:
+            value = getattr(candidate, name)
+            if value == getattr(self._profile.reference_candidate, name):
+                continue
+            bare = candidate.having(**{name: getattr(self._profile.reference_candidate, name)})
+            peak, (first, *others) = self.predict(bare).peak_bytes, self._profile.stage(name) or (None,)
+            ours = next((trial for trial in others if getattr(trial.candidate, name) == value), None)
+            if peak is None or first is None or ours is None or not (first.peak_bytes and ours.peak_bytes):
+                return None
+            return math.ceil(peak * ours.peak_bytes / first.peak_bytes)
+        return None
 
     def _power_w(self, candidate: Candidate) -> float | None:
         """Return the power of the most similar trial; precision and layout first, which select the compute units."""
         metered = [t for t in reversed(self._profile.trials) if t.is_whole and t.watts and not t.control]
 
         def apart(trial: Trial) -> tuple[bool, int]:
-            return not trial.candidate.alike(candidate, *BUT_MODE), len(trial.candidate.differences(candidate))
+            return not trial.candidate.alike(candidate, *NOT_MODES), len(trial.candidate.differences(candidate))
 
         near = min(metered, key=apart, default=None)
         return None if near is None else near.power_w
@@ -249,7 +277,7 @@ class CostModel:
     def _chained_bytes(self, candidate: Candidate) -> int | None:
         """Return the peak of a step with recomputation; the optimizer step needs as much memory as without."""
         bare = recompute_candidates.peak_bytes(self._profile, candidate)
-        traced = self._trace_of(replace(candidate, recompute=None))
+        traced = self._trace_of(candidate.having(recompute=None))
         if bare is None or traced is None or traced.step is None:
             return bare
         return max(bare, traced.step.peak_bytes(candidate.micro_batch))
@@ -273,15 +301,15 @@ class CostModel:
                 saved = self._parts_of(candidate, "compiled") - self._parts_of(tried, "compiled")
                 return max(0.0, relative * self._longer(candidate, tried) - saved)
         for tried, relative in self._modes.items():
-            if tried.alike(candidate, *BUT_MODE):
+            if tried.alike(candidate, *NOT_MODES):
                 sizes = self._extra_of(candidate) - self._extra_of(tried)
                 saved = self._parts_of(candidate) - self._parts_of(tried)
                 return max(0.0, relative + sizes - saved) * self._of_faults(candidate, tried)
         return None
 
     def _parts_of(self, candidate: Candidate, *but: str) -> float:
-        """Return the savings of fused step, chunked head and compilation, except `but`, relative to the unit step."""
-        names = (name for name in ("fused_optimizer", "loss_chunk", "compiled") if name not in but)
+        """Return the savings of the settings that were tried beside a mode, except `but`, relative to the unit step."""
+        names = (name for name in _SAVING if name not in but)
         return sum(self._saved.get((name, getattr(candidate, name)), 0.0) for name in names)
 
     def _recomputing(self, candidate: Candidate) -> float | None:
@@ -289,7 +317,7 @@ class CostModel:
             self._profile.recomputable_of(candidate),
             recompute_candidates.recompute_time_fraction(self._profile, candidate),
         )
-        plain = self._relative(replace(candidate, recompute=None))
+        plain = self._relative(candidate.having(recompute=None))
         measured = None if found is None else self._relative(found.candidate)
         return None if plain is None or measured is None or longer is None else plain + longer * measured
 
@@ -370,17 +398,17 @@ class CostModel:
 
         Larger micro-batches get no credit, because a captured step never waits for launches.
         """
-        mode = next((mode for mode in self._modes if mode.alike(tried, *BUT_MODE)), None)
+        mode = next((mode for mode in self._modes if mode.alike(tried, *NOT_MODES)), None)
         bare = 0.0 if mode is None else self._modes[mode] - self._extra_of(mode)
         ours, theirs = (bare + self._extra_of(each) for each in (candidate, tried))
         return max(1.0, ours / theirs) if theirs > 0 and self._count(candidate) > self._count(tried) else 1.0
 
     def _count(self, candidate: Candidate) -> int:
-        return math.ceil(self._profile.loop.batch_size / candidate.micro_batch)
+        return math.ceil(self._profile.loop.batch_size / int(candidate.micro_batch))
 
     def _counted(self, candidate: Candidate) -> int | None:
         """Return the bytes counted in a trial; the allocator mode and a fused step hardly change memory."""
-        alike = [t for t in self._weighed() if t.candidate.alike(candidate, "allocator", "fused_optimizer")]
+        alike = [t for t in self._weighed() if t.candidate.alike(candidate, *SAME_BYTES[1:])]
         same = [t for t in alike if t.candidate.fused_optimizer == candidate.fused_optimizer]
         return next((trial.peak_bytes for trial in reversed(same or alike)), None)
 
@@ -394,12 +422,12 @@ class CostModel:
         """
         if not candidate.compiled or candidate.recompute is not None:
             return None
-        bare = self.traced_bytes(replace(candidate, compiled=False))
+        bare = self.traced_bytes(candidate.having(compiled=False))
         alike = [t for t in self._weighed() if t.candidate.alike(candidate, *BUT_WAY) and not t.candidate.recompute]
         if bare is None or not alike:
             return None
         near = min(reversed(alike), key=lambda trial: abs(self._count(trial.candidate) - self._count(candidate)))
-        tried = self.traced_bytes(replace(near.candidate, compiled=False))
+        tried = self.traced_bytes(near.candidate.having(compiled=False))
         if tried is None:
             return None
         share = 1 + self.margin if bare > tried else _LEFT_OUT if is_by_compiler(candidate.compiled) else 1.0
@@ -416,7 +444,7 @@ class CostModel:
                 self._profile.recomputable_of(candidate),
                 recompute_candidates.recompute_time_fraction(self._profile, candidate),
             )
-            plain = self._by_roofline(replace(candidate, recompute=None))
+            plain = self._by_roofline(candidate.having(recompute=None))
             return None if found is None or plain is None or longer is None else plain + longer * found.step_s
         traced = self._trace_of(candidate)
         if traced is None or traced.work is None:
@@ -425,7 +453,7 @@ class CostModel:
         return step_seconds(traced.work, device, candidate.precision, rows, self._count(candidate))
 
     def _trace_of(self, candidate: Candidate) -> TracedCandidate | None:
-        for ignored in (("allocator", "micro_batch"), ("allocator", "micro_batch", "fused_optimizer")):
+        for ignored in (("allocator", "micro_batch"), SAME_BYTES):
             for traced in self._profile.traces:
                 if traced.candidate.alike(candidate, *ignored):
                     return traced

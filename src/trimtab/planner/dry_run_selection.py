@@ -6,9 +6,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from trimtab.core.choice import Note
-from trimtab.core.parallelism import KEPT
-from trimtab.core.plan import Choice, Plan, Rejected
+from trimtab.core.choice import Choice, Note, Rejected
 from trimtab.core.units import format_bytes, format_seconds
 from trimtab.planner.multi_rank_plan import WORTH
 from trimtab.planner.rank_profile import Way
@@ -20,6 +18,8 @@ from trimtab.planner.statistics import (
     ratio_interval,
     resolution,
 )
+from trimtab.plans.plan import Plan
+from trimtab.settings.sharding import KEPT
 
 # Result of a dry run: a few windows of a plan on all ranks, before training.
 

@@ -7,10 +7,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from trimtab.core import choice
-from trimtab.core.choice import Note
+from trimtab.core.choice import Note, Rejected, Scalar
 from trimtab.core.objective import PRECISIONS, Budget
-from trimtab.core.plan import UNCHANGED, Rejected, Scalar
-from trimtab.core.profile import ALONE, SLICED, Candidate, Profile, Trial, is_final
 from trimtab.planner import search
 from trimtab.planner.compile_policy import reason_not_to_compile, stage_of
 from trimtab.planner.cost_model import PredictedCost
@@ -26,10 +24,16 @@ from trimtab.planner.trial_statistics import (
     speed_in_words,
     speed_ratio,
 )
+from trimtab.plans.profile import ALONE, SLICED, Candidate, Profile, Trial, is_final
+from trimtab.settings import SETTINGS
+from trimtab.settings.base import UNCHANGED
+from trimtab.settings.precision import precision_refusal
 
 _APART = "the optimizer step alone"
 _BY_PARTS = "predicted to be best from trials of the single settings"
 
+# Settings whose effect a trace and a data sheet show.
+_TRACED = ("micro_batch", "precision", "fused_optimizer", "loss_chunk", "recompute")
 _NOT_PREDICTED_BETTER = Note("predicted.no_gain", "no alternative is predicted to be better")
 
 
@@ -63,7 +67,7 @@ class Explanations:
         if not self.profile.trials or name == "recompute":
             found |= {value: why for value, why in self._predicted_others(name) if value not in found}
         if name == "precision":
-            refusals = ((p, search.precision_refusal(self.profile.device, p)) for p in PRECISIONS)
+            refusals = ((p, precision_refusal(self.profile.device, p)) for p in PRECISIONS)
             refused = {p: refusal or self._bitwise_only() for p, refusal in refusals}
             found |= {p: refusal for p, refusal in refused.items() if refusal and p not in found}
         before: Scalar = getattr(self.profile.reference_candidate, name)
@@ -93,8 +97,8 @@ class Explanations:
             return _unchanged(Note(self.profile.check.code, self.profile.check.reason))
         if name == "loss_chunk" and all(traced.candidate.loss_chunk is None for traced in self.profile.traces):
             ample = Note("memory.ample", "the logits need not be chunked, because the whole batch fits")
-            return _unchanged(search.chunking_refusal(self.profile) or ample)
-        if name in ("memory_layout", "allocator", "compiled"):
+            return _unchanged(SETTINGS["loss_chunk"].refusal(self.profile) or ample)
+        if name not in _TRACED:
             return _unchanged(Note("trace.no_effect", "a data sheet does not show the effect of this setting"))
         return _unchanged(_NOT_PREDICTED_BETTER)
 
@@ -148,7 +152,7 @@ class Explanations:
         return Note("recompute.faster", f"{blocks}; {text}")
 
     def _not_recomputed(self) -> Note:
-        found = self.profile.recomputable_of(replace(self.winner, compiled=False))
+        found = self.profile.recomputable_of(self.winner.having(compiled=False))
         asks = self.budget.memory_bytes is not None or self.profile.objective.memory > 0
         if found is None:
             if not asks:
@@ -169,7 +173,7 @@ class Explanations:
     def _worth(self, ours: Trial, rival: Trial, name: str) -> Note:
         speed = speed_ratio(ours, rival)
         less = 0.0 if None in (ours.peak_bytes, rival.peak_bytes) else saved_memory_fraction(ours, rival)
-        text = self._figures(speed, ours, rival, f" of {_value(rival.candidate, name)}")
+        text = self._figures(speed, ours, rival, f" of {SETTINGS[name].phrase(getattr(rival.candidate, name))}")
         if less >= 0.05:
             return Note("trial.less_memory", f"{100 * less:.0f}% less peak memory at {text}")
         if speed.mean < 1:
@@ -295,54 +299,10 @@ class Explanations:
 
     def _untried(self, name: str) -> Note:
         """Return the reason why no alternative of a setting was tried."""
-        if name == "micro_batch":
-            return self._untried_size()
-        loop = self.profile.loop
-        if name in ("precision", "memory_layout") and (why := self._bitwise_only()):
-            return why
-        if name == "memory_layout":
-            return self._untried_layout()
-        if name == "fused_optimizer":
-            return self._unfused()
-        if name == "allocator" and not loop.can_retain:
-            return Note("allocator.unsupported", "freed memory can be kept on a CPU with glibc only")
         if name == "recompute":
             return self._not_recomputed()
-        refusals = {"allocator": search.retaining_refusal, "compiled": search.compiling_refusal}
-        refusals["loss_chunk"] = search.chunking_refusal
-        return (refusals[name](self.profile) if name in refusals else None) or Note("setting.not_tried", "not tried")
-
-    def _untried_size(self) -> Note:
-        check, accumulate = self.profile.check, self.profile.reference.accumulate
-        if accumulate > 1:
-            size = self.profile.reference_candidate.micro_batch
-            text = f"the loop accumulates {accumulate} batches of {size} samples"
-            if check.splittable:
-                return Note("batch.accumulated", text)
-            return Note(check.code, f"{text}; other micro-batches are not allowed: {check.reason}")
-        if self.profile.loop.batch_size == 1 and check.code != "batch.samples_unknown":
-            return Note("batch.one_sample", "the batch has a single sample")
-        if not check.splittable:
-            return Note(check.code, check.reason)
-        if self.profile.over_time_budget:
-            text = "smaller micro-batches were not tried: the search was over the time budget for measuring"
-            return Note("search.over_time", text)
-        return Note("setting.not_tried", "smaller micro-batches were not tried")
-
-    def _untried_layout(self) -> Note:
-        loop = self.profile.loop
-        if loop.layout_hazard:
-            return Note("layout.unsafe", f"channels_last is not safe: {loop.layout_hazard}")
-        if loop.layout == "channels_last":
-            return Note("layout.already", "the model is already in channels_last")
-        return Note("layout.no_convolutions", "the model has no convolutions")
-
-    def _unfused(self) -> Note:
-        loop = self.profile.loop
-        if loop.is_fused:
-            return Note("optimizer.already_fused", "the optimizer is already fused")
-        unsupported = f"{loop.optimizer} with its current options has no fused implementation"
-        return self._bitwise_only() or Note("optimizer.no_fused", loop.fused_refusal or unsupported)
+        refuse = search.compiling_refusal if name == "compiled" else SETTINGS[name].refusal
+        return refuse(self.profile) or Note("setting.not_tried", "not tried")
 
 
 def _unchanged(why: Note) -> Note:
@@ -353,12 +313,3 @@ def _unchanged(why: Note) -> Note:
 def _is_another_way(name: str, trial: Trial) -> bool:
     """Return True if the trial runs a compiled or captured model, a valid comparison even if close to the winner."""
     return name == "compiled" and bool(trial.candidate.compiled)
-
-
-def _value(candidate: Candidate, name: str) -> str:
-    value = getattr(candidate, name)
-    if name == "loss_chunk":
-        return "the unchunked loss head" if value is None else f"chunks of {value} tokens"
-    if name == "compiled":
-        return f"the model {choice.in_words(candidate.compiled) or 'in eager mode'}"
-    return f"micro-batch {value}" if name == "micro_batch" else f"{value}"

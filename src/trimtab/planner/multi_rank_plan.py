@@ -7,12 +7,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from trimtab.core.choice import Note
+from trimtab.core.choice import Choice, Note, Rejected, Scalar
 from trimtab.core.hardware import LinkCalibration
-from trimtab.core.parallelism import KEPT, Parallelism, StepShape
-from trimtab.core.plan import Choice, Plan, Rejected, Scalar, without_graphs
+from trimtab.core.parallelism import Parallelism, StepShape
 from trimtab.core.units import format_bytes, format_seconds
 from trimtab.planner.communication_cost import WindowCost, bucket_sizes, window_s
+from trimtab.plans.plan import Plan, without_graphs
+from trimtab.settings.sharding import KEPT
 
 # Bucket sizes to consider, in bytes; None is torch's default.
 BUCKETS = (None, 2**20, 2**22, 2**27)
@@ -47,7 +48,7 @@ def for_replicas(plan: Plan, num_ranks: int, why: str = "") -> Plan:
     reason += f"; {why}" if why else ""
     stage = Choice(0, reason, _MARKS["zero_stage"], code="ranks.replicated")
     single = without_graphs(plan, "communication between ranks is not captured in CUDA graphs")
-    return replace(single, num_ranks=num_ranks, zero_stage=stage)
+    return single.having(num_ranks=num_ranks, zero_stage=stage)
 
 
 def for_one_process(plan: Plan) -> Plan:
@@ -67,10 +68,10 @@ def with_fastest_communication(plan: Plan, calibration: LinkCalibration, shape: 
     chosen = best if best.total_s < (1 - WORTH) * usual.total_s else usual
     won = _won(chosen, usual)
     traffic = replace(won, text=f"{_traffic(plan, calibration, shape, usual)}; {won.text}")
-    plan = replace(plan, reduce_dtype=_choice("reduce_dtype", chosen, ways, traffic))
+    plan = plan.having(reduce_dtype=_choice("reduce_dtype", chosen, ways, traffic))
     if int(plan.zero_stage.value or 0) >= 2:
         return plan
-    return replace(plan, bucket_bytes=_choice("bucket_bytes", chosen, ways, won))
+    return plan.having(bucket_bytes=_choice("bucket_bytes", chosen, ways, won))
 
 
 def ways_to_send(

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
-from trimtab.core.choice import Note
+from trimtab.core.choice import Choice, MeasuredCost, Note
 from trimtab.core.errors import InfeasibleError, ValueGivenError
 from trimtab.core.objective import Budget, Objective
-from trimtab.core.plan import Choice, MeasuredCost, Plan
-from trimtab.core.profile import Candidate, Profile, is_final
 from trimtab.core.units import format_bytes, format_joules, format_seconds
 from trimtab.planner import explain, search_space, selection
 from trimtab.planner.cost_model import CostModel
@@ -17,8 +16,10 @@ from trimtab.planner.recommendations import advice_of
 from trimtab.planner.search_space import PricedCandidate
 from trimtab.planner.statistics import MIN_PAIRS_FOR_VERDICT
 from trimtab.planner.trial_statistics import speed_ratio
+from trimtab.plans.plan import Plan
+from trimtab.plans.profile import Candidate, Profile, is_final
+from trimtab.settings import SEARCHED, SETTINGS, unchanged
 
-_MARKS = Plan.effects()
 _RISES = 1.02  # relative to the loop's own peak; repeated counts of a peak agree to about 1 %
 
 
@@ -94,19 +95,13 @@ def _plan(
     def choice(name: str) -> Choice:
         value = getattr(winner, name)
         why, changed = told.reason(name), value != getattr(reference, name)
-        return Choice(value, why.text, _MARKS[name], changed, told.rejected(name), why.code)
+        return Choice(value, why.text, SETTINGS[name].effect, changed, told.rejected(name), why.code)
 
+    choices: dict[str, Any] = {name: choice(name) for name in SEARCHED}
+    choices["clip_norm"] = replace(unchanged("clip_norm"), value=profile.reference.clip_norm)
     return Plan(
         batch_size=profile.loop.batch_size,
-        micro_batch=choice("micro_batch"),
-        precision=choice("precision"),
-        memory_layout=choice("memory_layout"),
-        allocator=choice("allocator"),
-        fused_optimizer=choice("fused_optimizer"),
-        loss_chunk=choice("loss_chunk"),
-        recompute=choice("recompute"),
-        compiled=choice("compiled"),
-        clip_norm=replace(Plan.clip_norm, value=profile.reference.clip_norm),
+        **choices,
         recompute_blocks=() if blocks is None or winner.recompute is None else blocks.blocks,
         check=profile.check,
         proof=profile.proof_of(winner),

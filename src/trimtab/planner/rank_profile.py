@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from trimtab.core.choice import is_recorded
 from trimtab.core.memory_model import PeakMemoryModel
-from trimtab.core.profile import Candidate, Profile, RecomputableBlocks, TracedCandidate, Trial
+from trimtab.plans.profile import SAME_BYTES, Candidate, Profile, RecomputableBlocks, TracedCandidate, Trial
 
 # Peak memory of a rank, by ZeRO stage.
 
@@ -31,7 +31,7 @@ class RankPeakMemory:
     sliced: PeakMemoryModel
 
 
-_BUT = ("micro_batch", "allocator", "fused_optimizer", "recompute")
+_BUT = (*SAME_BYTES, "recompute")
 
 
 def steps_shards_fused(optimizer: str) -> bool:
@@ -71,7 +71,7 @@ def of_any_rank(profile: Profile) -> Profile:
 
 
 def _unfused(traced: TracedCandidate) -> TracedCandidate:
-    return replace(traced, candidate=replace(traced.candidate, fused_optimizer=False))
+    return replace(traced, candidate=traced.candidate.having(fused_optimizer=False))
 
 
 def at_stage(profile: Profile, traces: Sequence[RankPeakMemory]) -> Profile:
@@ -106,8 +106,8 @@ def at_stage(profile: Profile, traces: Sequence[RankPeakMemory]) -> Profile:
         return replace(traced, whole=pair[1].whole, sliced=traced.sliced and pair[1].sliced, step=None)
 
     def chained(each: RecomputableBlocks) -> RecomputableBlocks:
-        wholly = difference(replace(each.candidate, micro_batch=profile.loop.batch_size))
-        slicing = difference(replace(each.candidate, micro_batch=max(1, profile.loop.batch_size // 2)))
+        wholly = difference(each.candidate.having(micro_batch=profile.loop.batch_size))
+        slicing = difference(each.candidate.having(micro_batch=max(1, profile.loop.batch_size // 2)))
         if wholly is None or slicing is None or each.whole is None:
             return replace(each, whole=None, sliced=None, schedules=(), refusal=each.refusal or "a rank was not traced")
         sliced = None if each.sliced is None else each.sliced.holding(slicing)

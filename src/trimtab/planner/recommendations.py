@@ -5,12 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from trimtab.core.choice import Note
-from trimtab.core.plan import MeasuredCost
-from trimtab.core.profile import Candidate, Profile
+from trimtab.core.choice import MeasuredCost, Note
 from trimtab.core.units import format_bytes
 from trimtab.planner.statistics import resolution
 from trimtab.planner.trial_statistics import control_interval, speed_ratio
+from trimtab.plans.profile import Candidate, Profile
 
 # Least fractions worth a recommendation. WORTH_ADVICE: of step time (waiting for data), peak memory (attention scores)
 # or batch elements. WORTH_PADDING: of step time. WORTH_PIECES: of reserved memory.

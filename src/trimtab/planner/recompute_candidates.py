@@ -7,7 +7,6 @@ import math
 
 from trimtab.core.block_costs import BlockChain, BlockChainModel
 from trimtab.core.objective import Budget
-from trimtab.core.profile import Candidate, Profile, RecomputableBlocks
 from trimtab.core.recompute_schedule import (
     EVERY_BLOCK,
     KeptBlock,
@@ -18,6 +17,7 @@ from trimtab.core.recompute_schedule import (
     to_notation,
 )
 from trimtab.planner.recompute_cost import keep_all, predict, sqrt_segments
+from trimtab.plans.profile import Candidate, Profile, RecomputableBlocks
 
 
 def chain_of(profile: Profile, candidate: Candidate) -> BlockChain | None:
@@ -47,7 +47,7 @@ def recompute_time_fraction(profile: Profile, candidate: Candidate) -> float | N
     if found is None or chain is None:
         return None
     recompute_s = predict(chain.stages, _whole(chain, candidate)).recompute_s
-    return recompute_s * profile.loop.batch_size / candidate.micro_batch / found.step_s
+    return recompute_s * profile.loop.batch_size / int(candidate.micro_batch) / found.step_s
 
 
 def schedules(profile: Profile, candidate: Candidate, budget: Budget, margin: float) -> tuple[str, ...]:

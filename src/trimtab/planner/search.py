@@ -22,23 +22,21 @@ promise, and single changes are not tested by leaving them out.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from trimtab.core.choice import Note
-from trimtab.core.hardware import DeviceSpec
 from trimtab.core.objective import PRECISIONS, Budget, Objective
-from trimtab.core.profile import ALONE, FINAL, SLICED, Candidate, Profile, is_final
 from trimtab.planner import compile_policy
-from trimtab.planner.cost_model import BUT_MODE, CostModel, head_tokens, sizes_to_consider
+from trimtab.planner.cost_model import OWN_PHASE, CostModel, head_tokens, sizes_to_consider
 from trimtab.planner.search_space import WORTH_A_RUN, lightest, priced_candidates, put_first
-from trimtab.planner.trial_statistics import WORTH_SAVING, over_budget, reason_unfit
+from trimtab.planner.trial_statistics import over_budget, reason_unfit
+from trimtab.plans.profile import ALONE, FINAL, SAME_BYTES, SLICED, Candidate, Profile, is_final
+from trimtab.settings import NOT_MODES, SETTINGS
+from trimtab.settings.precision import precision_refusal
 
-# Page faults with a smaller promised saving are ignored.
-WORTH_RETAINING = 0.02
-# A precision with slower matrix products than this multiple of fp32's is not tried: it would only add casts.
-SCREEN = 1.2
-STAGES = ("modes", "optimizer", "head", "sizes", "graphs", "compile", FINAL)
+STAGES = ("modes", "optimizer", "head", *OWN_PHASE, "sizes", "graphs", "compile", FINAL)
 MOST_FINALS = 3
 # Seconds that measuring may take, up to this fraction of a run.
 MEASURING_S, MOST_OF_A_RUN = 20.0, 0.05
@@ -84,6 +82,52 @@ class SearchPhase:
         False for graphs and compile: captured or compiled candidates must be significantly faster to enter the final.
         """
         return not self.accepts and self.name not in ("graphs", "compile")
+
+
+@dataclass(frozen=True)
+class MemoryTraces:
+    """Request to trace the peak memory of candidates as a function of the micro-batch size, without a run."""
+
+    candidates: tuple[Candidate, ...]
+
+
+@dataclass(frozen=True)
+class BlockMeasurements:
+    """Request to measure the blocks of candidates' models for recomputation.
+
+    Args:
+        needed: the part of the candidates to measure if there is no time for all.
+    """
+
+    candidates: tuple[Candidate, ...]
+    needed: tuple[Candidate, ...]
+
+
+Measurement = MemoryTraces | BlockMeasurements | SearchPhase
+
+
+def next_measurement(
+    profile: Profile,
+    objective: Objective,
+    budget: Budget,
+    *,
+    always: bool = False,
+    untraceable: Collection[Candidate] = (),
+) -> Measurement | None:
+    """Return what to measure next; None at the end of the search. A pure function, so a recorded profile replays it.
+
+    Args:
+        always: measure also what only other limits or a target device need.
+        untraceable: candidates whose memory could not be traced.
+    """
+    traces = tuple(c for c in next_traces(profile, objective, budget, always=always) if c not in untraceable)
+    if traces:
+        return MemoryTraces(traces)
+    stage = next_stage(profile, objective, budget)
+    if blocks := next_recomputables(profile, stage, objective, budget, always=always):
+        hurried = replace(profile, over_time_budget=True)
+        return BlockMeasurements(blocks, next_recomputables(hurried, stage, objective, budget, always=always))
+    return stage
 
 
 def next_stage(profile: Profile, objective: Objective, budget: Budget) -> SearchPhase | None:
@@ -155,10 +199,9 @@ def next_traces(
     chunks = [trial.candidate for trial in profile.stage("head") if not trial.control]
     if chunks:  # for the fastest mode too, if the mode to capture differs
         fastest = _fastest(profile)
-        chunks += [replace(fastest, micro_batch=c.micro_batch, loss_chunk=c.loss_chunk) for c in chunks[1:]]
+        chunks += [fastest.having(micro_batch=c.micro_batch, loss_chunk=c.loss_chunk) for c in chunks[1:]]
     wanted = dict.fromkeys((*mode_candidates(profile), *chunks))
-    ignored = ("micro_batch", "allocator", "fused_optimizer")
-    return tuple(c for c in wanted if not any(traced.candidate.alike(c, *ignored) for traced in profile.traces))
+    return tuple(c for c in wanted if not any(traced.candidate.alike(c, *SAME_BYTES) for traced in profile.traces))
 
 
 def next_recomputables(
@@ -188,8 +231,8 @@ def next_recomputables(
 
 
 def _to_measure(profile: Profile, candidate: Candidate) -> Candidate:
-    alike = (mode for mode in CostModel(profile).modes if mode.alike(candidate, *BUT_MODE))
-    return next((replace(mode, loss_chunk=candidate.loss_chunk) for mode in alike), candidate)
+    alike = (mode for mode in CostModel(profile).modes if mode.alike(candidate, *NOT_MODES))
+    return next((mode.having(loss_chunk=candidate.loss_chunk) for mode in alike), candidate)
 
 
 def _next_final(profile: Profile, objective: Objective, budget: Budget) -> SearchPhase | None:
@@ -219,8 +262,8 @@ def _next_final(profile: Profile, objective: Objective, budget: Budget) -> Searc
 
 def base_candidate(profile: Profile) -> Candidate:
     """Return the base of all modes: the reference, with freed memory kept (mallopt) if page faults add noise."""
-    retains = profile.loop.can_retain and retaining_refusal(profile) is None
-    return replace(profile.reference_candidate, allocator="retain" if retains else "keep")
+    retains = SETTINGS["allocator"].refusal(profile) is None
+    return profile.reference_candidate.having(allocator="retain" if retains else "keep")
 
 
 def mode_candidates(profile: Profile) -> tuple[Candidate, ...]:
@@ -229,9 +272,8 @@ def mode_candidates(profile: Profile) -> tuple[Candidate, ...]:
     if profile.loop.bitwise_only:
         return (base,)
     precisions = [p for p in PRECISIONS if precision_refusal(profile.device, p) is None]
-    is_candidate = profile.loop.has_convolutions and profile.loop.layout != "channels_last"
-    layouts = ("keep", "channels_last") if is_candidate and not profile.loop.layout_hazard else ("keep",)
-    grid = [replace(base, precision=p, memory_layout=layout) for p in precisions for layout in layouts]
+    layouts = ("keep", "channels_last") if SETTINGS["memory_layout"].refusal(profile) is None else ("keep",)
+    grid = [base.having(precision=p, memory_layout=layout) for p in precisions for layout in layouts]
     return (base, *(candidate for candidate in grid if candidate != base))
 
 
@@ -240,7 +282,7 @@ def _modes(profile: Profile, budget: Budget) -> tuple[Candidate, ...]:
     model, limit = CostModel(profile), budget.memory_bytes
 
     def fitting(candidate: Candidate) -> Candidate:
-        sizes = (replace(candidate, micro_batch=rows) for rows in sizes_to_consider(profile))
+        sizes = (candidate.having(micro_batch=rows) for rows in sizes_to_consider(profile))
         return next((c for c in sizes if limit is None or model.may_fit(c, limit)), candidate)
 
     return tuple(map(fitting, mode_candidates(profile)))
@@ -249,14 +291,14 @@ def _modes(profile: Profile, budget: Budget) -> tuple[Candidate, ...]:
 def _sliced(profile: Profile, budget: Budget) -> tuple[Candidate, ...]:
     """Return the modes at the largest size that ran; empty if none ran."""
     sizes = [trial.candidate.micro_batch for trial in profile.ran("sizes")]
-    return tuple(replace(each, micro_batch=sizes[0]) for each in mode_candidates(profile)) if sizes else ()
+    return tuple(each.having(micro_batch=sizes[0]) for each in mode_candidates(profile)) if sizes else ()
 
 
 def _optimizer(profile: Profile, budget: Budget) -> tuple[Candidate, ...]:
     first = _fastest(profile)
     if first.fused_optimizer or not profile.loop.supports_fused:
         return (first,)
-    return first, replace(first, fused_optimizer=True)
+    return first, first.having(fused_optimizer=True)
 
 
 def _head(profile: Profile, budget: Budget) -> tuple[Candidate, ...]:
@@ -265,11 +307,19 @@ def _head(profile: Profile, budget: Budget) -> tuple[Candidate, ...]:
     Chunks may allow the whole batch under a limit that otherwise requires small micro-batches.
     """
     first, memory = compile_policy.to_record(profile, _fastest(profile)), profile.device.memory_bytes
-    model, larger = CostModel(profile), (replace(first, micro_batch=rows) for rows in sizes_to_consider(profile))
+    model, larger = CostModel(profile), (first.having(micro_batch=rows) for rows in sizes_to_consider(profile))
     for candidate in (first, *(each for each in larger if memory is None or model.may_fit(each, memory))):
         if chunks := chunk_candidates(profile, candidate):
             return candidate, *chunks, *_small_chunk(profile, first, chunks)
     return (first,)
+
+
+def _own_phase(name: str, profile: Profile, budget: Budget) -> tuple[Candidate, ...]:
+    """Return the fastest mode, and the same with other values of a setting that has no special rule."""
+    first, setting = _fastest(profile), SETTINGS[name]
+    if setting.refusal(profile) is not None:
+        return (first,)
+    return first, *(first.having(**{name: value}) for value in setting.candidates(profile, first))
 
 
 def _small_chunk(profile: Profile, first: Candidate, beside: Sequence[Candidate]) -> tuple[Candidate, ...]:
@@ -277,16 +327,16 @@ def _small_chunk(profile: Profile, first: Candidate, beside: Sequence[Candidate]
     chunk = _chunk(head_tokens(profile, first), _CHUNK_SHARES[0])
     may_be_recorded = profile.device.kind == "cuda" and chunk >= _SMALLEST_CHUNK
     smallest = min(beside, key=lambda each: each.loss_chunk or math.inf)
-    return (replace(smallest, loss_chunk=chunk),) if may_be_recorded and chunk < (smallest.loss_chunk or 0) else ()
+    return (smallest.having(loss_chunk=chunk),) if may_be_recorded and chunk < (smallest.loss_chunk or 0) else ()
 
 
 def chunk_candidates(profile: Profile, first: Candidate) -> tuple[Candidate, ...]:
     """Return a candidate with a chunked loss head: powers of two up to a fourth and an eighth of a step's tokens."""
-    if chunking_refusal(profile):
+    if SETTINGS["loss_chunk"].refusal(profile):
         return ()
     chunks = {_chunk(profile.loop.head_tokens or 0, share) for share in _CHUNK_SHARES}
     fitting = [chunk for chunk in chunks if _SMALLEST_CHUNK <= chunk < head_tokens(profile, first)]
-    return tuple(replace(first, loss_chunk=chunk) for chunk in sorted(fitting, reverse=True))
+    return tuple(first.having(loss_chunk=chunk) for chunk in sorted(fitting, reverse=True))
 
 
 def _chunk(tokens: int, share: int) -> int:
@@ -302,7 +352,7 @@ def _sizes(profile: Profile, budget: Budget) -> tuple[Candidate, ...]:
     head = (trial.candidate.micro_batch for trial in profile.stage("head")[:1] if trial.block_s)
     larger = [rows for rows in head if rows > first.micro_batch] or _larger(profile, first, budget)
     sizes = [*larger, *(sizes[:2][-1:] if few else sizes)]
-    return (first, *(replace(first, micro_batch=rows) for rows in sizes))
+    return (first, *(first.having(micro_batch=rows) for rows in sizes))
 
 
 def _larger(profile: Profile, first: Candidate, budget: Budget) -> list[int]:
@@ -310,7 +360,7 @@ def _larger(profile: Profile, first: Candidate, budget: Budget) -> list[int]:
     if profile.reference.accumulate == 1:
         return []
     model, limit = CostModel(profile), budget.memory_bytes or _MOST_BYTES
-    fit = [rows for rows in sizes_to_consider(profile) if model.may_fit(replace(first, micro_batch=rows), limit)]
+    fit = [rows for rows in sizes_to_consider(profile) if model.may_fit(first.having(micro_batch=rows), limit)]
     return [rows for rows in fit if rows > first.micro_batch][:1]
 
 
@@ -336,52 +386,12 @@ def compiling_refusal(profile: Profile) -> Note | None:
     return compile_policy.compiling_refusal(profile, _fastest(profile))
 
 
-def precision_refusal(device: DeviceSpec, precision: str) -> Note | None:
-    """Return the reason not to try a precision on a device, or None.
-
-    A dtype without hardware support can make a step last minutes, so its matrix products are timed first.
-    """
-    if precision == "tf32" and device.kind != "cuda":
-        return Note("precision.unsupported", f"{device.kind} does not support tf32")
-    ours, base = device.peak(precision), device.peak("fp32")
-    if precision != "fp32" and ours is not None and base is not None and ours < SCREEN * base:
-        text = f"not tried: {precision} matrix products run at {ours / base:.2g}x the speed of fp32 on this device"
-        return Note("precision.slow", text)
-    return None
-
-
-def retaining_refusal(profile: Profile) -> Note | None:
-    """Return the reason not to try keeping freed host memory, or None.
-
-    The possible saving is estimated from the time of a step's page faults.
-    """
-    share = profile.fault_share
-    if share is None or share / (1 - share) >= WORTH_RETAINING:
-        return None
-    faults = profile.loop.faults_per_step or 0
-    return Note("allocator.few_faults", f"not tried: {faults:,.0f} page faults take about {100 * share:.2g}% of a step")
-
-
-def chunking_refusal(profile: Profile) -> Note | None:
-    """Return the reason not to try a chunked loss head, or None; it saves at least twice the logits."""
-    loop = profile.loop
-    if loop.bitwise_only:
-        return Note("loop.bitwise_only", loop.bitwise_only)
-    if not loop.head_tokens or not loop.head_words:
-        return Note("head.missing", "the model has no trimtab.nn.LossHead, which computes logits in chunks")
-    logits = 2 * 4 * loop.head_tokens * loop.head_words
-    peaks = [trial.peak_bytes for trial in profile.trials if trial.peak_bytes]
-    if peaks and logits < WORTH_SAVING * max(peaks):
-        text = f"not tried: the logits are about {100 * logits / max(peaks):.2g}% of the peak memory"
-        return Note("head.small_logits", text)
-    return None
-
-
 _CANDIDATES: dict[str, Callable[[Profile, Budget], tuple[Candidate, ...]]] = {
     "modes": _modes,
     SLICED: _sliced,
     "optimizer": _optimizer,
     "head": _head,
+    **{name: partial(_own_phase, name) for name in OWN_PHASE},
     "sizes": _sizes,
     "graphs": lambda profile, _: compile_policy.graph_candidates(profile, _fastest(profile)),
     "compile": lambda profile, _: compile_policy.compile_candidates(profile, _fastest(profile)),

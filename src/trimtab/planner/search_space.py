@@ -7,12 +7,11 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from trimtab.core.choice import FrontPoint, Note
+from trimtab.core.choice import FrontPoint, Note, Scalar
 from trimtab.core.objective import Budget, Cost, Objective
-from trimtab.core.profile import SLICED, Candidate, Profile, is_final
 from trimtab.planner import recompute_candidates
 from trimtab.planner.compile_policy import paying_modes, tried
-from trimtab.planner.cost_model import CostModel, PredictedCost, is_in_chunks, sizes_to_consider
+from trimtab.planner.cost_model import OWN_PHASE, CostModel, PredictedCost, is_in_chunks, sizes_to_consider
 from trimtab.planner.statistics import is_gain
 from trimtab.planner.trial_statistics import (
     FREE_SPEED,
@@ -24,6 +23,7 @@ from trimtab.planner.trial_statistics import (
     speed_ratio,
     unknown_energy,
 )
+from trimtab.plans.profile import SLICED, Candidate, Profile, is_final
 
 # The optimizer step is timed alone, so that small gains are significant; the saving must be this fraction of a whole
 # step.
@@ -83,18 +83,30 @@ def _combined(profile: Profile, model: CostModel, budget: Budget) -> Iterator[Ca
     if not profile.trials:  # without trials, candidates come from the traces
         chunks = {traced.candidate.loss_chunk for traced in profile.traces}
         fused = {traced.candidate.fused_optimizer for traced in profile.traces}
+    others = tuple(_others(profile))
     for mode in model.modes:
         compiles = (False, *paying_modes(profile, mode))
         for allocator in sorted({mode.allocator, "keep"}, reverse=True):
             for chunk in sorted({None, *chunks}, key=lambda value: value or math.inf, reverse=True):
-                for rows, is_fused, compiled in itertools.product(sizes_to_consider(profile), fused, compiles):
-                    part = replace(mode, micro_batch=rows, fused_optimizer=is_fused)
-                    part = replace(part, allocator=allocator, loss_chunk=chunk, compiled=compiled)
+                grid = itertools.product(sizes_to_consider(profile), fused, compiles, others)
+                for rows, is_fused, compiled, more in grid:
+                    part = mode.having(micro_batch=rows, fused_optimizer=is_fused, allocator=allocator)
+                    part = part.having(loss_chunk=chunk, compiled=compiled, **more)
                     if not is_in_chunks(profile, part):
                         continue  # not chunked in effect, and no trace of chunks applies
                     yield part
                     for schedule in recompute_candidates.schedules(profile, part, budget, model.chain_margin):
-                        yield replace(part, recompute=schedule)
+                        yield part.having(recompute=schedule)
+
+
+def _others(profile: Profile) -> Iterator[dict[str, Scalar]]:
+    """Yield all combinations of the tried values of settings without a special rule."""
+    values = []
+    for name in OWN_PHASE:
+        tried = (getattr(trial.candidate, name) for trial in profile.stage(name) if trial.block_s)
+        values.append(dict.fromkeys((getattr(profile.reference_candidate, name), *tried)))
+    for combination in itertools.product(*values):
+        yield dict(zip(OWN_PHASE, combination, strict=True))
 
 
 def fused_step_is_faster(profile: Profile) -> bool:
@@ -181,7 +193,7 @@ def _with_head_whole(fitting: Sequence[PricedCandidate], chosen: Sequence[Priced
     """Return the best point with a whole head, if it is compiled and chunked: compilers may chunk by themselves."""
     if not chosen or not chosen[0].candidate.compiled or chosen[0].candidate.loss_chunk is None:
         return []
-    whole = replace(chosen[0].candidate, loss_chunk=None)
+    whole = chosen[0].candidate.having(loss_chunk=None)
     return [point for point in fitting if point.candidate == whole]
 
 

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 from trimtab.core.choice import Note
 from trimtab.core.objective import Budget, Objective
-from trimtab.core.profile import Candidate, Profile, Trial
 from trimtab.planner.statistics import MIN_PAIRS_FOR_VERDICT, Interval, is_gain
 from trimtab.planner.trial_statistics import (
     control_interval,
@@ -17,6 +16,7 @@ from trimtab.planner.trial_statistics import (
     speed_ratio,
     unknown_energy,
 )
+from trimtab.plans.profile import Candidate, Profile, Trial
 
 _UNREAD = Note(
     "energy.not_read", "the energy of the unchanged loop was not measured, so no energy can be compared with it"

@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 from trimtab.core.memory_model import Operation
-from trimtab.core.profile import Candidate, Profile, RecomputableBlocks, TracedBlocks, TracedCandidate
 from trimtab.planner.cost_model import CostModel, seconds_of
 from trimtab.planner.search import chunk_candidates, mode_candidates, next_recomputables
+from trimtab.plans.profile import SAME_BYTES, Candidate, Profile, RecomputableBlocks, TracedBlocks, TracedCandidate
 
 Trace = Callable[[Sequence[Candidate]], Sequence[TracedCandidate]]
 TraceBlocks = Callable[[Candidate], TracedBlocks | str]
@@ -97,7 +97,7 @@ def chunks_to_trace(profile: Profile) -> tuple[Candidate, ...]:
     fits.
     """
     model, limit = CostModel(profile), profile.budget.memory_bytes
-    whole = [replace(mode, micro_batch=profile.loop.batch_size) for mode in model.modes]
+    whole = [mode.having(micro_batch=profile.loop.batch_size) for mode in model.modes]
     fastest = min(whole, key=lambda mode: model.predict(mode).step_s or math.inf, default=None)
     if fastest is None:
         return ()
@@ -109,11 +109,11 @@ def chunks_to_trace(profile: Profile) -> tuple[Candidate, ...]:
 def recorded_candidates(profile: Profile) -> Iterator[tuple[Candidate, ...]]:
     """Yield groups of candidates to trace for any later target device; a group differs only in precision."""
     bare = replace(profile, trials=())
-    base = _fused(bare, replace(bare.reference_candidate, allocator="keep"))
-    whole = tuple(replace(base, precision=precision) for precision in RECORDED)
+    base = _fused(bare, bare.reference_candidate.having(allocator="keep"))
+    whole = tuple(base.having(precision=precision) for precision in RECORDED)
     yield whole
     for chunked in chunk_candidates(bare, base):
-        yield tuple(replace(chunked, precision=precision) for precision in RECORDED)
+        yield tuple(chunked.having(precision=precision) for precision in RECORDED)
 
 
 def recorded_traces(profile: Profile) -> Trace:
@@ -131,18 +131,17 @@ def recorded_blocks(profile: Profile) -> TraceBlocks:
     """Return a function that looks up recorded CUDA blocks in the profile."""
 
     def trace(candidate: Candidate) -> TracedBlocks | str:
-        ignored = ("micro_batch", "allocator", "fused_optimizer")
         both = (candidate, _twin(candidate))
-        found = (each for c in both for each in profile.target_device_blocks if each.candidate.alike(c, *ignored))
+        found = (each for c in both for each in profile.target_device_blocks if each.candidate.alike(c, *SAME_BYTES))
         return next(found, "the profile has no trace of the blocks")
 
     return trace
 
 
 def _fused(profile: Profile, candidate: Candidate) -> Candidate:
-    return replace(candidate, fused_optimizer=profile.loop.supports_fused or profile.loop.is_fused)
+    return candidate.having(fused_optimizer=profile.loop.supports_fused or profile.loop.is_fused)
 
 
 def _twin(candidate: Candidate) -> Candidate:
     """Return the candidate in the precision that has the same operators, possibly unchanged."""
-    return replace(candidate, precision=_TWINS.get(candidate.precision, candidate.precision))
+    return candidate.having(precision=_TWINS.get(candidate.precision, candidate.precision))

@@ -10,9 +10,9 @@ from typing import Protocol, TypeVar
 
 from trimtab.core.choice import Note
 from trimtab.core.objective import Budget, Cost, Objective
-from trimtab.core.profile import Candidate, Profile, Trial
 from trimtab.core.units import format_bytes, format_joules, format_seconds
 from trimtab.planner.statistics import MIN_PAIRS_FOR_VERDICT, Interval, ratio_interval, resolution
+from trimtab.plans.profile import Candidate, Profile, Trial
 
 # Blocks after which a phase may drop candidates that lost all of them; acceptance needs the blocks of a full verdict.
 MIN_BLOCKS = 3

@@ -10,10 +10,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from trimtab.core.batch_rule import WARMUP_FRACTION
+from trimtab.core.choice import Choice, Effect, Rejected
 from trimtab.core.objective import Budget
-from trimtab.core.plan import Choice, Effect, Plan, Rejected
 from trimtab.planner.statistics import Interval, is_gain, ratio_interval, resolution
 from trimtab.planner.trial_statistics import over_budget
+from trimtab.plans.plan import Plan
+from trimtab.settings import unchanged
 
 # Peak learning rate from a range test, in which the rate rises geometrically during training.
 
@@ -316,11 +318,11 @@ def tried_settings(plan: Plan) -> tuple[str, ...]:
     """Return the training settings that were tried, kept or not, by their names in `adapt`."""
     shapes = {plan.schedule.value, *(loser.value for loser in plan.schedule.rejected)}
     found = {
-        "learning_rate": plan.learning_rate_scale != Plan.learning_rate_scale,
+        "learning_rate": plan.learning_rate_scale != unchanged("learning_rate_scale"),
         "schedule": "warmup_linear" in shapes,
-        "optimizer": plan.optimizer != Plan.optimizer,
+        "optimizer": plan.optimizer != unchanged("optimizer"),
         "dropout": bool(plan.dropout.rejected),  # the reason may also state why no comparison was run
-        "batch": plan.batch_policy != Plan.batch_policy,
+        "batch": plan.batch_policy != unchanged("batch_policy"),
     }
     return tuple(name for name, was in found.items() if was)
 
@@ -343,7 +345,7 @@ def adapt_learning_rate(
     if not scale.changed:
         text = "unchanged: the learning rate is unchanged, and a schedule was not tried alone"
         kept = replace(plan.schedule, reason=text, code="schedule.rate_unchanged")
-        return replace(plan, learning_rate_scale=scale, schedule=kept)
+        return plan.having(learning_rate_scale=scale, schedule=kept)
     schedule = Choice(
         "warmup_cosine",
         "linear warm-up to the higher learning rate, then cosine decay to a tenth of it (paper eq. 10)",
@@ -355,21 +357,21 @@ def adapt_learning_rate(
         code="schedule.for_higher_rate",
     )
     rise = _rise(rates.rising_steps, run_steps)
-    plan = replace(plan, learning_rate_scale=scale, schedule=schedule, warmup_fraction=rise)
+    plan = plan.having(learning_rate_scale=scale, schedule=schedule, warmup_fraction=rise)
     if not may_clip or not rates.norm or plan.clip_norm.value is not None:
         return plan
     reason = "the median gradient norm at this learning rate in the range test; larger gradients are clipped"
     unclipped = (Rejected(None, _UNCLIPPED, "setting.not_tried"),)
     norm = float(f"{rates.norm:.2g}")
     clip = Choice(norm, reason, Effect.TRAINING, changed=True, rejected=unclipped, code="clip.median_norm")
-    return replace(plan, clip_norm=clip)
+    return plan.having(clip_norm=clip)
 
 
 def _rise(rising_steps: int | None, run_steps: int | None) -> Choice:
     """Return the warm-up fraction: no shorter than the range test's rise, as transients last a number of steps."""
     share, bound = float(f"{(rising_steps or 0) / (run_steps or 1):.2g}"), ""
     if run_steps is None or share <= WARMUP_FRACTION:
-        return Plan.warmup_fraction
+        return unchanged("warmup_fraction")
     if share > _LONGEST_RISE:
         share, bound = _LONGEST_RISE, f", limited to {100 * _LONGEST_RISE:.0f}% of the run"
     reason = f"as long as the rise to the lowest loss in the range test: {rising_steps} of {run_steps} steps{bound}"
@@ -404,10 +406,10 @@ def adapt_schedule(stands: Plan, rival: Plan, verdict: PairedTrainingVerdict, se
     mine, theirs = stands.schedule, rival.schedule
     if not verdict.is_gain:
         kept = replace(mine, rejected=(*mine.rejected, Rejected(theirs.value, verdict.reason, verdict.code)))
-        return replace(_searched(stands, search_s), schedule=kept)
+        return _searched(stands, search_s).having(schedule=kept)
     rejected = (*mine.rejected, Rejected(mine.value, _LATER, _LATER_CODE))
     won = replace(theirs, reason=verdict.reason, rejected=rejected, code=verdict.code)
-    return replace(_searched(stands, search_s), schedule=won)
+    return _searched(stands, search_s).having(schedule=won)
 
 
 def within_limits(budget: Budget, rival: Plan, verdict: PairedTrainingVerdict) -> PairedTrainingVerdict:

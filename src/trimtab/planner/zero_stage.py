@@ -11,13 +11,11 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
-from trimtab.core.choice import Note
+from trimtab.core.choice import Choice, MeasuredCost, Note, Rejected, Scalar
 from trimtab.core.errors import InfeasibleError
 from trimtab.core.hardware import LinkCalibration
 from trimtab.core.objective import Budget, Objective
 from trimtab.core.parallelism import StepShape
-from trimtab.core.plan import Choice, MeasuredCost, Plan, Rejected, Scalar
-from trimtab.core.profile import Profile
 from trimtab.core.units import format_bytes, format_seconds
 from trimtab.planner.communication_cost import WindowCost
 from trimtab.planner.dry_run_selection import CompletedDryRuns, DryRunResult, saying_missed
@@ -25,6 +23,8 @@ from trimtab.planner.multi_rank_plan import WORTH, ways_to_send, with_fastest_co
 from trimtab.planner.plan_choice import choose_each
 from trimtab.planner.rank_profile import WAYS, RankPeakMemory, Way, at_stage, profile_for_stage
 from trimtab.planner.search_space import WORTH_A_RUN
+from trimtab.plans.plan import Plan
+from trimtab.plans.profile import Profile
 
 _MARKS = Plan.effects()
 # Only reduction once per step: otherwise DeepSpeed's stage 2 sends all gradients of every micro-batch to all ranks.
@@ -261,8 +261,7 @@ def _cost(plan: Plan, job: _Job, way: Way, margin: float) -> StageCost | None:
     if shape is None or plan.predicted is None:
         return None
     peak, (stage, reduces_once) = plan.predicted.peak_bytes, way
-    plan = replace(
-        plan,
+    plan = plan.having(
         num_ranks=job.ranks,
         zero_stage=Choice(stage, "considered", _MARKS["zero_stage"]),
         reduces_once=replace(plan.reduces_once, value=reduces_once, changed=not reduces_once),
@@ -273,7 +272,7 @@ def _cost(plan: Plan, job: _Job, way: Way, margin: float) -> StageCost | None:
             "overlap of communication with computation"
         )
         engine = Choice(job.engine, reason, _MARKS["engine"], changed=True, code="engine.requested")
-        plan = replace(plan, engine=engine)
+        plan = plan.having(engine=engine)
     ran = job.rehearsed.of(plan)
     if ran is not None:
         plan = replace(plan, **{name: getattr(ran.plan, name) for name in ("reduce_dtype", "bucket_bytes")})
@@ -305,7 +304,7 @@ def _with_size(best: StageCost, costs: Sequence[StageCost]) -> StageCost:
     rejected.pop(size.value, None)
     with_sent = f"{size.reason}; with communication, {best}" if len(others) > 1 else size.reason
     chosen = replace(size, reason=with_sent, rejected=tuple(rejected.values()))
-    return replace(best, plan=replace(best.plan, micro_batch=chosen))
+    return replace(best, plan=best.plan.having(micro_batch=chosen))
 
 
 def _with_stage(chosen: StageCost, found: Stages, calibration: LinkCalibration, *, is_limited: bool) -> Plan:
@@ -324,11 +323,11 @@ def _with_stage(chosen: StageCost, found: Stages, calibration: LinkCalibration, 
     once = tuple(_rejected(each.way[1], each) for each in same)
     code = "predicted.best" if chosen.ran is None else "dry_run.best"
     best = Choice(stage, f"{reason}, {link}", _MARKS["zero_stage"], changed=stage > 0, rejected=rejected, code=code)
-    plan = replace(chosen.plan, zero_stage=best)
+    plan = chosen.plan.having(zero_stage=best)
     if stage < 2:
         return plan
     reduced = Choice(reduces_once, str(chosen), _MARKS["reduces_once"], not reduces_once, once, code)
-    return replace(plan, reduces_once=reduced)
+    return plan.having(reduces_once=reduced)
 
 
 def _rejected(value: Scalar, each: StageCost | RefusedStage) -> Rejected:

@@ -7,7 +7,7 @@ import functools
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -15,7 +15,6 @@ from torch import nn
 
 from trimtab.core.block_costs import BlockChainModel
 from trimtab.core.errors import ModelError
-from trimtab.core.profile import Candidate, RecomputableBlocks
 from trimtab.core.recompute_schedule import EVERY_BLOCK, KeptBlock, RecomputedSegment, Schedule, schedule_of
 from trimtab.measure.block_graph import BlockGraph
 from trimtab.measure.block_memory import chains_through, trace_stages
@@ -23,12 +22,13 @@ from trimtab.measure.blocks import hook_blocks
 from trimtab.measure.timing import seconds_between, stamp, synchronize
 from trimtab.planner.recompute_cost import keep_all
 from trimtab.planner.recompute_solver import by_shares
+from trimtab.plans.profile import Candidate, RecomputableBlocks
 from trimtab.profiling.candidate_traces import at_two_sizes, has_two_sizes, recurrent_layer
 from trimtab.profiling.measurement_notes import describe
 from trimtab.profiling.training_loop import TrainingLoop
 from trimtab.profiling.trials import step_until_applied, timer
-from trimtab.settings.recompute import use_schedule
 from trimtab.state.peak_memory import state_tensors, storage_bytes
+from trimtab.techniques.activation_checkpointing import use_schedule
 from trimtab.training.batch import to_device
 
 T = TypeVar("T")
@@ -113,7 +113,7 @@ def measure_seconds(
     """
     rows = min(candidate.micro_batch, subject.rows)
     sizes = (rows, -(-rows // _SMALLER)) if splits and rows > 1 else (rows,)
-    found = [_longer(subject, replace(candidate, micro_batch=size), schedules) for size in sizes]
+    found = [_longer(subject, candidate.having(micro_batch=size), schedules) for size in sizes]
     lines = []
     for index, share in zip(range(len(schedules)), (_LEAST, _LEAST_IN_PART), strict=False):
         each_s = [longer[index] * size / subject.rows for size, (_, longer) in zip(sizes, found, strict=True)]

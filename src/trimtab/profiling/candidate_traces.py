@@ -11,16 +11,17 @@ import torch
 from torch import nn
 
 from trimtab.core.errors import ModelError, TrimtabError
-from trimtab.core.profile import Candidate, Profile, TracedCandidate
 from trimtab.measure.fake_tensors import FakeCudaMode
 from trimtab.measure.memory_trace import SizeTrace, trace_peaks
 from trimtab.measure.storage_tracker import WorkspaceTooLarge
 from trimtab.planner.target_device_candidates import recorded_candidates
+from trimtab.plans.profile import Candidate, Profile, TracedCandidate
 from trimtab.profiling.measurement_notes import Notes
 from trimtab.profiling.smoke_test import CrashTest
 from trimtab.profiling.training_loop import TrainingLoop
-from trimtab.settings import loss_chunk, optimizers
-from trimtab.settings.precision import autocast
+from trimtab.settings import loss_chunk
+from trimtab.techniques import optimizers
+from trimtab.techniques.mixed_precision import autocast
 from trimtab.training.batch import BY_CONTAINERS, BatchSplitting, to_device
 from trimtab.training.run import LossFn
 
@@ -151,7 +152,7 @@ def apply_candidate(model: nn.Module, optimizer: torch.optim.Optimizer, candidat
         if candidate.loss_chunk is not None:
             undo.callback(loss_chunk.use_chunks(model, candidate.loss_chunk))
         if candidate.fused_optimizer and not optimizers.is_fused(optimizer):
-            undo.callback(optimizers.use_fused(optimizer, is_tested=False))
+            undo.callback(optimizers.use_fused(optimizer))
         yield
 
 

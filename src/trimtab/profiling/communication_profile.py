@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from torch import nn
 
 from trimtab.core.parallelism import StepShape
-from trimtab.core.plan import Plan
-from trimtab.core.profile import Profile
 from trimtab.measure.blocks import find_blocks
 from trimtab.planner.cost_model import seconds_of
+from trimtab.plans.plan import Plan
+from trimtab.plans.profile import Profile
 
 
 def step_shape(model: nn.Module, profile: Profile, plan: Plan) -> StepShape | None:

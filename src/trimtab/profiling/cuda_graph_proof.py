@@ -19,11 +19,11 @@ import torch
 from torch import Tensor
 
 from trimtab.core.errors import BatchError
-from trimtab.core.profile import Candidate
+from trimtab.plans.profile import Candidate
 from trimtab.profiling.gradient_equivalence import relative_difference
 from trimtab.profiling.training_loop import TrainingLoop
-from trimtab.settings.compiled import CompiledCall
-from trimtab.settings.cuda_graphs import GraphReplayer
+from trimtab.techniques.compiled_call import CompiledCall
+from trimtab.techniques.cuda_graphs import GraphReplayer
 from trimtab.training.batch import samples_at
 
 # Largest relative difference of the gradient, and as a fraction of the change caused by other samples and weights if

@@ -21,8 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from trimtab.core.choice import SplitCheck
 from trimtab.core.errors import BatchError, LossError
-from trimtab.core.plan import SplitCheck
 from trimtab.losses import require_unscaled
 from trimtab.profiling.example_batch import own_loss
 from trimtab.profiling.measurement_notes import describe
@@ -47,9 +47,9 @@ from trimtab.profiling.rounding_tolerance import (
     total,
 )
 from trimtab.profiling.training_loop import TrainingLoop, in_mode
-from trimtab.settings.compiled import noting_calls
-from trimtab.settings.precision import dtype_of
 from trimtab.state.loop_state import TORCH_GENERATORS, ChangeKind, LoopState, StateChange
+from trimtab.techniques.compiled_call import noting_calls
+from trimtab.techniques.mixed_precision import dtype_of
 from trimtab.training.accumulation import WindowWeights
 from trimtab.training.batch import BY_CONTAINERS, UNKNOWN, BatchSplitting, map_leaves, samples_at
 from trimtab.training.out_of_memory import is_out_of_memory

@@ -8,12 +8,12 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from trimtab.core.profile import LoopFacts
 from trimtab.nn import LossHead
-from trimtab.settings.compiled import is_compiled
-from trimtab.settings.memory_layout import is_channels_last, sparse_module
-from trimtab.settings.optimizer_self_test import fused_difference
-from trimtab.settings.optimizers import is_fused, supports_fused
+from trimtab.plans.profile import LoopFacts
+from trimtab.techniques.compiled_call import is_compiled
+from trimtab.techniques.memory_format import is_channels_last, sparse_module
+from trimtab.techniques.optimizer_self_test import fused_difference
+from trimtab.techniques.optimizers import is_fused, supports_fused
 from trimtab.training.user_hooks import GradientHook, bitwise_reason, gradient_hooks
 
 

@@ -12,7 +12,7 @@ from typing import TypeVar
 
 from trimtab.core.choice import Note
 from trimtab.core.errors import LossError, ModelError, TrimtabError
-from trimtab.core.profile import OUT_OF_MEMORY, RAN_OUT
+from trimtab.plans.profile import OUT_OF_MEMORY, RAN_OUT
 from trimtab.training.loop_warnings import graph_used
 from trimtab.training.out_of_memory import is_out_of_memory
 

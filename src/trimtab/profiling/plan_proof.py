@@ -25,8 +25,8 @@ import torch
 from torch import Tensor, nn
 
 from trimtab.core.choice import Proof, RefusedByProof, SplitCheck
-from trimtab.core.profile import Candidate, Profile, ProvedCandidate
 from trimtab.planner.plan_choice import chosen_candidate
+from trimtab.plans.profile import Candidate, Profile, ProvedCandidate
 from trimtab.profiling.example_batch import own_loss
 from trimtab.profiling.gradient_equivalence import other_values
 from trimtab.profiling.measurement_notes import describe
@@ -47,17 +47,6 @@ from trimtab.state.object_snapshots import host_copy
 from trimtab.training.accumulation import or_one
 from trimtab.training.out_of_memory import is_out_of_memory
 
-# Settings in order of suspicion: the ones that change most of a step first.
-SETTINGS = (
-    "micro_batch",
-    "recompute",
-    "fused_optimizer",
-    "loss_chunk",
-    "memory_layout",
-    "compiled",
-    "precision",
-    "allocator",
-)
 _LAST_BIT = {"bf16": 2.0**-8, "fp16": 2.0**-11, "tf32": 2.0**-10}
 _ERROR = "proof.error"
 _NON_FINITE = "proof.nonfinite"
@@ -175,7 +164,7 @@ def refuted_settings(
 
 
 def _changed(candidate: Candidate, reference: Candidate) -> tuple[str, ...]:
-    return tuple(name for name in SETTINGS if getattr(candidate, name) != getattr(reference, name))
+    return candidate.differences(reference)
 
 
 def with_proof(
@@ -240,7 +229,7 @@ def _scaled(candidate: Candidate, rows: int, samples: int) -> Candidate:
         return candidate
     micro = samples if candidate.micro_batch >= rows else _scaled_micro_batch(candidate.micro_batch, rows, samples)
     chunk = None if candidate.loss_chunk is None else max(1, candidate.loss_chunk * samples // rows)
-    return replace(candidate, micro_batch=micro, loss_chunk=chunk)
+    return candidate.having(micro_batch=micro, loss_chunk=chunk)
 
 
 def _scaled_micro_batch(micro_batch: int, rows: int, samples: int) -> int:
@@ -298,12 +287,12 @@ def _comparisons(subject: TrainingLoop, candidate: Candidate, own_pieces: int) -
     def may_drop(tried: Candidate) -> bool:
         return pieces == own and not tried.compiled and tried.memory_layout == "keep"
 
-    in_fp32 = replace(candidate, precision="fp32")
+    in_fp32 = candidate.having(precision="fp32")
     if candidate.precision != "fp32":
-        in_fp32 = replace(in_fp32, compiled=False)
+        in_fp32 = in_fp32.having(compiled=False)
     yield "fp32", _Comparison(in_fp32, own, drops=may_drop(in_fp32))
     if (pieces != own or in_fp32.recompute is not None) and not may_drop(in_fp32):
-        same_masks = replace(in_fp32, compiled=False, memory_layout="keep")
+        same_masks = in_fp32.having(compiled=False, memory_layout="keep")
         yield "fp32", _Comparison(same_masks, pieces, drops=True)
     if candidate.precision != "fp32":
         yield candidate.precision, _Comparison(candidate, own, drops=may_drop(candidate))

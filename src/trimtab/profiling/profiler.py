@@ -8,7 +8,7 @@ import gc
 import itertools
 import statistics
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any, ParamSpec, TypeVar
 
@@ -16,11 +16,21 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from trimtab.core.choice import SplitCheck
 from trimtab.core.energy_reading import NO_METER
 from trimtab.core.errors import LoopError, ModelError, OptimizerError, TrimtabError
 from trimtab.core.objective import Budget, Objective, Reference
-from trimtab.core.plan import SplitCheck
-from trimtab.core.profile import (
+from trimtab.core.progress import silent
+from trimtab.energy.meter_selection import SelectedMeter, with_idle
+from trimtab.measure import page_faults
+from trimtab.measure.machine import device_spec, environment
+from trimtab.measure.timing import PhaseClock, time_call
+from trimtab.nn import LossHead
+from trimtab.planner.recommendations import padded_vocabulary
+from trimtab.planner.search import BlockMeasurements, MemoryTraces, SearchPhase, is_hurried, next_measurement
+from trimtab.planner.search_space import put_first
+from trimtab.planner.statistics import ratio_interval
+from trimtab.plans.profile import (
     Candidate,
     LoopFacts,
     Profile,
@@ -30,16 +40,6 @@ from trimtab.core.profile import (
     Trial,
     is_final,
 )
-from trimtab.core.progress import silent
-from trimtab.energy.meter_selection import SelectedMeter, with_idle
-from trimtab.measure import page_faults
-from trimtab.measure.machine import device_spec, environment
-from trimtab.measure.timing import PhaseClock, time_call
-from trimtab.nn import LossHead
-from trimtab.planner.recommendations import padded_vocabulary
-from trimtab.planner.search import SearchPhase, is_hurried, next_recomputables, next_stage, next_traces
-from trimtab.planner.search_space import put_first
-from trimtab.planner.statistics import ratio_interval
 from trimtab.profiling.block_profile import measure_recomputable, num_steps
 from trimtab.profiling.candidate_traces import trace_candidates, trace_for_others
 from trimtab.profiling.example_batch import own_loss
@@ -60,13 +60,13 @@ from trimtab.profiling.step_counts import count_step, is_of_loss, require_plain_
 from trimtab.profiling.target_device import trace_blocks_for_others
 from trimtab.profiling.training_loop import TrainingLoop, one_at_a_time
 from trimtab.profiling.trials import TrialPower, run_stage
-from trimtab.settings.compiled import is_compiled
 from trimtab.settings.loss_chunk import count_head_tokens
-from trimtab.settings.memory_layout import channels_last_hazard
-from trimtab.settings.precision import autocast
 from trimtab.state import process_state
 from trimtab.state.loop_state import LoopState, unchanged_by
 from trimtab.state.peak_memory import forget_peak, is_profiled
+from trimtab.techniques.compiled_call import is_compiled
+from trimtab.techniques.memory_format import channels_last_hazard
+from trimtab.techniques.mixed_precision import autocast
 from trimtab.training.accumulation import drop_gradients
 from trimtab.training.out_of_memory import is_out_of_memory
 from trimtab.training.user_hooks import ForwardHookCollector, GradientHook, gradient_hooks, in_words, require_plannable
@@ -334,32 +334,26 @@ class _Search:
         return self._with_traces_for_others(profile) if self.traces else profile
 
     def _search(self, profile: Profile) -> Profile:
-        objective, budget, always = profile.objective, profile.budget, self.traces
-        asked: set[Candidate] = set()
+        untraceable: set[Candidate] = set()
         while True:
             self.snapshot.restore()  # Also undoes changes that the checks before the first phase left in the loss.
             spent_s = time.perf_counter() - self.start
             profile = replace(profile, over_time_budget=profile.over_time_budget or is_hurried(profile, spent_s))
-            wanted = [each for each in next_traces(profile, objective, budget, always=always) if each not in asked]
-            if wanted:
-                asked.update(wanted)
-                found = trace_candidates(self.subject, wanted, self.progress, self.guard, self.notes)
-                profile = replace(profile, traces=profile.traces + found)
-                continue
-            stage = next_stage(profile, objective, budget)
-            if blocks := next_recomputables(profile, stage, objective, budget, always=always):
-                needed = blocks
-                step_s = (profile.run_s or 0.0) / (profile.total_steps or 1)
-                if is_hurried(profile, spent_s, steps=len(blocks) * num_steps(step_s)):
-                    hurried = replace(profile, over_time_budget=True)
-                    needed = next_recomputables(hurried, stage, objective, budget, always=always)
-                profile = self._with_blocks(profile, blocks, needed)
-            elif stage is None:
+            wanted = next_measurement(
+                profile, profile.objective, profile.budget, always=self.traces, untraceable=untraceable
+            )
+            if wanted is None:
                 profile, is_over = with_proof(self.subject, profile, self.progress, self.snapshot)
                 if is_over:
                     return profile
+            elif isinstance(wanted, MemoryTraces):
+                untraceable.update(wanted.candidates)
+                found = trace_candidates(self.subject, wanted.candidates, self.progress, self.guard, self.notes)
+                profile = replace(profile, traces=profile.traces + found)
+            elif isinstance(wanted, BlockMeasurements):
+                profile = self._with_blocks(profile, wanted, spent_s)
             else:
-                profile = profile.with_trials(self._trials(profile, stage, spent_s))
+                profile = profile.with_trials(self._trials(profile, wanted, spent_s))
 
     def _trials(self, profile: Profile, stage: SearchPhase, spent_s: float) -> tuple[Trial, ...]:
         is_last = is_final(stage.name)
@@ -376,8 +370,11 @@ class _Search:
             notes=self.notes,
         )
 
-    def _with_blocks(self, profile: Profile, blocks: Sequence[Candidate], needed: Sequence[Candidate]) -> Profile:
-        """Return the profile with the needed candidates' blocks measured, and the other ones marked as unmeasured."""
+    def _with_blocks(self, profile: Profile, blocks: BlockMeasurements, spent_s: float) -> Profile:
+        """Return the profile with candidates' blocks measured: all, or those needed if there is no time for all."""
+        step_s = (profile.run_s or 0.0) / (profile.total_steps or 1)
+        hurries = is_hurried(profile, spent_s, steps=len(blocks.candidates) * num_steps(step_s))
+        needed = blocks.needed if hurries else blocks.candidates
 
         def measured(candidate: Candidate) -> RecomputableBlocks:
             if candidate not in needed:
@@ -385,7 +382,7 @@ class _Search:
             self.progress(f"measuring blocks: {candidate.describe()}")
             return measure_recomputable(self.subject, candidate, splits=profile.check.splittable)
 
-        return replace(profile, recomputables=(*profile.recomputables, *map(measured, blocks)))
+        return replace(profile, recomputables=(*profile.recomputables, *map(measured, blocks.candidates)))
 
     def _with_padding(self, profile: Profile) -> Profile:
         """Return the profile with the time that a padded vocabulary would save, in the best precision so far."""

@@ -14,15 +14,14 @@ import sys
 import time
 import warnings
 from collections.abc import Callable
-from dataclasses import replace
 
 import torch
 import torch.distributed as dist
 
 from trimtab.core.choice import Note
-from trimtab.core.profile import Candidate
 from trimtab.core.units import format_seconds
 from trimtab.measure.timing import time_call
+from trimtab.plans.profile import Candidate
 from trimtab.profiling.training_loop import TrainingLoop
 
 DONE, RAISED, LATE = "done", "raised", "late"
@@ -113,7 +112,7 @@ class CrashTest:
         """Return a refusal with the signal that ended a candidate's test process; None if none did."""
         if self._is_on and not self._has_begun:
             self._has_begun, self._is_on = True, self._end_of(self._incumbent) == DONE
-        kernels = replace(candidate, micro_batch=1, allocator="keep", fused_optimizer=False, recompute=None)
+        kernels = candidate.having(micro_batch=1, allocator="keep", fused_optimizer=False, recompute=None)
         if self._is_on and kernels not in self._ends:
             self._ends[kernels] = self._end_of(candidate)
             self._is_on = self._ends[kernels] != LATE
@@ -128,7 +127,7 @@ class CrashTest:
         fewer = chunk and max(1, chunk * few.rows // self._rows)  # The same number of chunks as for the whole batch.
 
         def backward() -> None:  # No optimizer step, which would write to copy-on-write memory of all parameters.
-            with few.start(replace(candidate, micro_batch=few.rows, loss_chunk=fewer)) as run:
+            with few.start(candidate.having(micro_batch=few.rows, loss_chunk=fewer)) as run:
                 for micro in run.window(few.batch):
                     with run.autocast():
                         result = few.loss_fn(run.model, micro)
@@ -169,7 +168,7 @@ class SpeedTest:
     @staticmethod
     def _seconds(few: TrainingLoop, candidate: Candidate) -> float | None:
         try:
-            with few.start(replace(candidate, micro_batch=few.rows)) as run:
+            with few.start(candidate.having(micro_batch=few.rows)) as run:
                 return time_call(lambda: few.step(run), few.device)
         except Exception:  # The model may require a fixed batch size; the whole step decides.
             return None

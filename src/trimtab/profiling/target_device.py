@@ -12,12 +12,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from trimtab.core.choice import SplitCheck
 from trimtab.core.errors import ModelError, TrimtabError, ValueGivenError
 from trimtab.core.hardware import DeviceSpec
 from trimtab.core.memory_model import Operation, operations
 from trimtab.core.objective import Budget, Objective, Reference
-from trimtab.core.plan import SplitCheck
-from trimtab.core.profile import Candidate, LoopFacts, Profile, TracedBlocks, TracedCandidate
 from trimtab.core.progress import silent
 from trimtab.core.recompute_schedule import EVERY_BLOCK, schedule_of
 from trimtab.measure.block_graph import blocks_of
@@ -27,15 +26,16 @@ from trimtab.measure.machine import environment
 from trimtab.measure.memory_trace import trace_state_bytes
 from trimtab.measure.storage_lifetimes import cannot_trace
 from trimtab.planner.target_device_candidates import traced_for, with_blocks
+from trimtab.plans.profile import Candidate, LoopFacts, Profile, TracedBlocks, TracedCandidate
 from trimtab.profiling.block_profile import NO_BLOCKS, in_part_of, runs_in_segments, with_schedule
 from trimtab.profiling.candidate_traces import HERE, MIN_SAMPLES, apply_candidate, trace_elsewhere, two_sizes
 from trimtab.profiling.loop_facts import loop_facts
 from trimtab.profiling.measurement_notes import describe
 from trimtab.profiling.training_loop import TrainingLoop, one_at_a_time
 from trimtab.settings.loss_chunk import count_head_tokens
-from trimtab.settings.optimizers import check_ownership
-from trimtab.settings.precision import autocast
-from trimtab.settings.recompute import use_schedule
+from trimtab.techniques.activation_checkpointing import use_schedule
+from trimtab.techniques.mixed_precision import autocast
+from trimtab.techniques.optimizers import check_ownership
 from trimtab.training.batch import BY_CONTAINERS, BatchSplitting
 from trimtab.training.run import LossFn
 from trimtab.training.split_conditions import has_batch_statistics

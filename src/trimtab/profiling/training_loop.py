@@ -12,17 +12,19 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch import Tensor, nn
 
+from trimtab.core.choice import Choice, Effect
 from trimtab.core.errors import LossError, ModelError, ValueGivenError
-from trimtab.core.plan import Choice, Effect, Plan
-from trimtab.core.profile import Candidate
 from trimtab.losses import Count, as_loss
 from trimtab.measure.block_graph import BlockGraph, blocks_of
 from trimtab.measure.machine import MEASURED
+from trimtab.plans.plan import Plan
+from trimtab.plans.profile import Candidate
 from trimtab.profiling.example_batch import protect_batch, require_repeatable
-from trimtab.settings.optimizers import check_ownership, with_auxiliary_modules
-from trimtab.settings.precision import autocast
+from trimtab.settings import SEARCHED
 from trimtab.state.loop_state import LoopState
 from trimtab.state.peak_memory import alive_between_steps
+from trimtab.techniques.mixed_precision import autocast
+from trimtab.techniques.optimizers import check_ownership, with_auxiliary_modules
 from trimtab.training.apply_plan import require_free
 from trimtab.training.batch import BY_CONTAINERS, BatchSplitting, tensors_in, to_device
 from trimtab.training.run import LossFn, Run
@@ -127,20 +129,13 @@ class TrainingLoop:
 
     def start(self, candidate: Candidate) -> Run:
         """Return a run with the candidate's settings."""
-        plan = Plan.fixed(
-            self.rows,
-            candidate.micro_batch,
-            precision=candidate.precision,
-            memory_layout=candidate.memory_layout,
-            allocator=candidate.allocator,
-            fused_optimizer=candidate.fused_optimizer,
-            loss_chunk=candidate.loss_chunk,
-            compiled=candidate.compiled,
-        )
+        values = {name: getattr(candidate, name) for name in SEARCHED if name != "micro_batch"}
+        plan = Plan.fixed(self.rows, candidate.micro_batch, **values | {"recompute": None})
         if candidate.recompute is not None:
             plan = plan.recomputing(candidate.recompute, self.blocks.names, "on trial")
-        clip = Plan.clip_norm if self.clip_norm is None else Choice(self.clip_norm, "the reference", Effect.TRAINING)
-        return self.start_plan(replace(plan, clip_norm=clip))
+        if self.clip_norm is not None:
+            plan = plan.having(clip_norm=Choice(self.clip_norm, "the reference", Effect.TRAINING))
+        return self.start_plan(plan)
 
     def start_plan(self, plan: Plan, total_samples: int | None = None) -> Run:
         """Return a run of a plan on trial."""

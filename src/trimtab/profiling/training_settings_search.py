@@ -17,7 +17,6 @@ from trimtab.core import validation
 from trimtab.core.batch_rule import BatchRule
 from trimtab.core.errors import ValueGivenError
 from trimtab.core.objective import Budget
-from trimtab.core.plan import Plan
 from trimtab.losses import parts_of
 from trimtab.measure.timing import synchronize
 from trimtab.planner.tuned_plan import (
@@ -33,13 +32,16 @@ from trimtab.planner.tuned_plan import (
     judge_rival,
     within_limits,
 )
+from trimtab.plans.plan import Plan
 from trimtab.profiling.example_batch import own_loss
 from trimtab.profiling.training_loop import TrainingLoop, in_mode, one_at_a_time
+from trimtab.settings import unchanged
 from trimtab.settings.dropout import dropout_modules
-from trimtab.settings.lr_schedule import rate_unset, scaled_rates
-from trimtab.settings.muon import hidden_matrices, require_muon
+from trimtab.settings.schedule import rate_unset
 from trimtab.state.data_state import draw_and_restore_data
 from trimtab.state.loop_state import unchanged_by
+from trimtab.techniques.learning_rate import scaled_rates
+from trimtab.techniques.muon import hidden_matrices, require_muon
 from trimtab.training.batch import iterate, to_device
 from trimtab.training.data_position import length_of
 from trimtab.training.run import Run
@@ -55,9 +57,9 @@ RACED = frozenset({"optimizer", "schedule", "dropout"})
 TRAINED = RACED | {"learning_rate"}
 # Optimizers that normalise the gradient by its magnitude, from the first step on.
 _SCALE_FREE = (torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.Adamax)
-_MUON = replace(Plan.optimizer, value="muon", reason="raced", changed=True)
-_NONE_DROPPED = replace(Plan.dropout, value=0.0, reason="raced", changed=True)
-_LINEAR = replace(Plan.schedule, value="warmup_linear", reason="raced", changed=True)
+_MUON = replace(unchanged("optimizer"), value="muon", reason="raced", changed=True)
+_NONE_DROPPED = replace(unchanged("dropout"), value=0.0, reason="raced", changed=True)
+_LINEAR = replace(unchanged("schedule"), value="warmup_linear", reason="raced", changed=True)
 Say = Callable[[str], None]
 
 
@@ -111,7 +113,7 @@ def _with_norms(plan: Plan) -> Plan:
     """Return a plan that computes gradient norms: a run computes them only for clipping, and this limit never clips."""
     if plan.clip_norm.value is not None:
         return plan
-    return replace(plan, clip_norm=replace(plan.clip_norm, value=_NO_LIMIT))
+    return plan.having(clip_norm=replace(plan.clip_norm, value=_NO_LIMIT))
 
 
 def short_race(
@@ -362,10 +364,10 @@ def tune_plan(
     if "optimizer" not in freed:
         return stands
     begin = time.perf_counter()
-    rival = replace(base, optimizer=_MUON)
+    rival = base.having(optimizer=_MUON)
     rival = find_rate(subject, rival, data, progress, length.steps) if by_range else rival
     if rival.schedule.value != "user" and stands.schedule.value != "user":
-        rival = replace(rival, schedule=stands.schedule)
+        rival = rival.having(schedule=stands.schedule)
     verdict = within_limits(budget, rival, judge_rival(short_race(subject, stands, rival, data, progress), "Muon"))
     what = "Muon for the matrices of the blocks, AdamW for the rest"
     return adapt_setting("optimizer", stands, rival, verdict, time.perf_counter() - begin, what)
@@ -397,7 +399,7 @@ def _divides_by_size(optimizer: torch.optim.Optimizer) -> bool:
 def _schedule_raced(subject: TrainingLoop, stands: Plan, data: Iterable[Any], progress: Say) -> Plan:
     """Return the plan with the better of its schedule and a linear decay, from paired runs."""
     begin = time.perf_counter()
-    rival = replace(stands, schedule=_LINEAR)
+    rival = stands.having(schedule=_LINEAR)
     pairs = short_race(subject, stands, rival, data, progress, same_step=True)
     return adapt_schedule(stands, rival, judge_rival(pairs, "a linear decay"), time.perf_counter() - begin)
 
@@ -407,9 +409,9 @@ def _dropout_raced(
 ) -> Plan:
     """Return the plan without dropout if paired runs reach the same loss on unseen batches sooner, else unchanged."""
     if why := _not_raced(subject, data, passes):
-        return replace(stands, dropout=replace(Plan.dropout, reason=why))
+        return stands.having(dropout=replace(unchanged("dropout"), reason=why))
     begin = time.perf_counter()
-    rival = replace(stands, dropout=_NONE_DROPPED)
+    rival = stands.having(dropout=_NONE_DROPPED)
     pairs = short_race(subject, stands, rival, data, progress, by_unseen=True)
     verdict = within_limits(budget, rival, judge_rival(pairs, "training without dropout"))
     length = "1 epoch" if passes == 1 else f"{passes:.2g} epochs"

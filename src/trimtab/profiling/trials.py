@@ -26,7 +26,6 @@ import torch
 
 from trimtab.core.choice import Note, is_recorded
 from trimtab.core.energy_reading import WINDOW_S
-from trimtab.core.profile import ALONE, SLICED, Candidate, Trial, is_final
 from trimtab.core.units import format_seconds
 from trimtab.energy.energy_meter import EnergyClock, GivenWatts, Meter
 from trimtab.measure.page_faults import time_settled
@@ -34,14 +33,15 @@ from trimtab.measure.timing import synchronize, time_call
 from trimtab.planner.search import BLOCK_S, SearchPhase
 from trimtab.planner.statistics import MIN_PAIRS_FOR_VERDICT, drawn_turns, is_gain, paired_ratios, ratio_interval
 from trimtab.planner.trial_statistics import MIN_BLOCKS, still_open
+from trimtab.plans.profile import ALONE, SLICED, Candidate, Trial, is_final
 from trimtab.profiling.cuda_graph_proof import replay_refusal
 from trimtab.profiling.measurement_notes import Notes, failure_of
 from trimtab.profiling.smoke_test import CrashTest, SpeedTest
 from trimtab.profiling.training_loop import TrainingLoop
-from trimtab.settings.cuda_graphs import steps_to_launch
-from trimtab.settings.precision import retained_memory
 from trimtab.state.loop_state import LoopState
 from trimtab.state.peak_memory import peak_bytes, unused_bytes
+from trimtab.techniques.cuda_graphs import steps_to_launch
+from trimtab.techniques.mixed_precision import retained_memory
 from trimtab.training.out_of_memory import is_out_of_memory
 from trimtab.training.run import Run
 

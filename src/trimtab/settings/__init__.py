@@ -1,1 +1,58 @@
-"""Settings that a plan can change: the code that applies each of them to a live model and undoes it."""
+"""Settings that a plan can change: one file per setting, or per family of settings that only make sense together."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from trimtab.core.choice import Choice
+from trimtab.settings.allocator import Allocator
+from trimtab.settings.base import Setting
+from trimtab.settings.batch_policy import BatchPolicy
+from trimtab.settings.clip_norm import ClipNorm
+from trimtab.settings.compiled import CompiledModel
+from trimtab.settings.dropout import Dropout
+from trimtab.settings.fused_optimizer import FusedOptimizer
+from trimtab.settings.loss_chunk import LossChunk
+from trimtab.settings.memory_layout import MemoryLayout
+from trimtab.settings.micro_batch import MicroBatch
+from trimtab.settings.optimizer import OptimizerKind
+from trimtab.settings.precision import Precision
+from trimtab.settings.recompute import Recompute
+from trimtab.settings.schedule import LearningRateScale, Schedule, WarmupFraction
+from trimtab.settings.sharding import SHARDING
+from trimtab.settings.weight_decay import WeightDecay
+
+# All settings, in the order in which a plan lists and a run applies them.
+SETTINGS: Mapping[str, Setting] = {
+    setting.name: setting
+    for setting in (
+        MicroBatch(),
+        Precision(),
+        MemoryLayout(),
+        Allocator(),
+        FusedOptimizer(),
+        LossChunk(),
+        Recompute(),
+        CompiledModel(),
+        *SHARDING,
+        Dropout(),
+        WeightDecay(),
+        OptimizerKind(),
+        Schedule(),
+        WarmupFraction(),
+        LearningRateScale(),
+        BatchPolicy(),
+        ClipNorm(),
+    )
+}
+# Settings that planning tries in trials: the fields of `Candidate`.
+SEARCHED: Mapping[str, Setting] = {name: each for name, each in SETTINGS.items() if each.is_searched}
+# Searched settings other than the modes (precision and memory format), relative to which their cost is measured.
+NOT_MODES = tuple(name for name, each in SEARCHED.items() if not each.is_mode)
+# Settings that act between the backward pass and the optimizer step.
+IN_STEP: Mapping[str, Setting] = {name: each for name, each in SETTINGS.items() if each.acts_in_step}
+
+
+def unchanged(name: str) -> Choice:
+    """Return the choice of a plan that keeps the user's value of a setting."""
+    return SETTINGS[name].unchanged()

@@ -1,122 +1,67 @@
-"""In-place compilation of a model's calls by torch.compile, CUDA graphs or both."""
+"""Execution mode of the model: eager, compiled by torch.compile, captured as CUDA graphs, or both.
+
+Whether a mode pays is decided by `planner.compile_policy`.
+"""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor, nn
-from torch.utils._pytree import tree_iter
+from trimtab.core.choice import GRAPHS, Compiled, Effect, Scalar, in_words, is_by_compiler
+from trimtab.core.errors import FormatError, ValueGivenError
+from trimtab.settings.base import LiveLoop, Setting, Undo
 
-from trimtab.core.choice import Compiled, is_by_compiler, is_recorded
-from trimtab.core.errors import ValueGivenError
-from trimtab.settings.cuda_graphs import GraphReplayer
+if TYPE_CHECKING:
+    from trimtab.plans.plan import Plan
 
 
-def is_compiled(model: nn.Module) -> bool:
-    """Return True if the model or a submodule is compiled already."""
-    return any(hasattr(each, "_orig_mod") or each._compiled_call_impl is not None for each in model.modules())
+class CompiledModel(Setting):
+    """How the model's forward and backward run."""
+
+    name = "compiled"
+    default = False
+    effect = Effect.ROUNDING
+    summary = "torch.compile of the model, capture of forward and backward as CUDA graphs, or both."
+    values = "true, false, cuda_graphs or compiled_cuda_graphs"
+    examples = (True,)
+    is_searched = True
+    value_type = bool | str
+
+    def check(self, value: Scalar, plan: Plan) -> None:
+        if isinstance(value, bool):
+            return
+        if value not in GRAPHS:
+            modes = ", ".join(map(repr, GRAPHS))
+            raise FormatError(self.field, got=repr(value), expected=f"true, false, {modes}")
+        if plan.num_ranks > 1:
+            raise ValueGivenError(
+                self.field,
+                got=f"{value!r} on {plan.num_ranks} ranks",
+                expected="true or false on several ranks",
+                problem=f"plan.compiled={value!r} needs a single process, got {plan.num_ranks} ranks: communication "
+                "between ranks is not captured in CUDA graphs.",
+                hint=f"Set compiled={is_by_compiler(value)}, which uses no CUDA graphs.",
+            )
+
+    def label(self, value: Scalar) -> str:
+        return in_words(_mode(value))
+
+    def phrase(self, value: Scalar) -> str:
+        return f"the model {in_words(_mode(value)) or 'in eager mode'}"
+
+    def require(self, loop: LiveLoop, value: Scalar) -> None:
+        from trimtab.techniques.compiled_call import check_available, require_as_written
+
+        require_as_written(_mode(value), loop.model)
+        check_available(_mode(value), loop.device)
+
+    def apply(self, loop: LiveLoop, value: Scalar) -> Undo | None:
+        from trimtab.techniques.compiled_call import CompiledCall
+
+        loop.compiled_call = CompiledCall(loop.called, loop.note_forward, _mode(value))
+        undo: Undo = loop.compiled_call.undo
+        return undo
 
 
-def check_available(compiled: Compiled, device: torch.device) -> None:
-    """Raise `ValueGivenError` if a plan uses CUDA graphs and the device is not a CUDA device."""
-    if is_recorded(compiled) and device.type != "cuda":
-        raise ValueGivenError(
-            "plan.compiled",
-            got=f"CUDA graphs (compiled={compiled!r}) for a model on the device {device.type!r}",
-            expected="a model on a CUDA device",
-            hint="Move the model to the GPU before trimtab.start, or use a plan with compiled=False.",
-            code="compiled.no_cuda",
-        )
-
-
-def require_as_written(compiled: Compiled, model: nn.Module) -> None:
-    """Raise `ValueGivenError` if a plan compiles a model that the user has compiled already."""
-    if compiled and is_compiled(model):
-        raise ValueGivenError(
-            "plan.compiled",
-            problem=f"The plan compiles the model (compiled={compiled!r}), but the model or one of its submodules is "
-            "compiled already.",
-            hint="Remove torch.compile from the loop, or use a plan with compiled=False. To resume a checkpoint with "
-            'that plan, pass Checkpoints(accepts=("plan",)).',
-            code="compiled.twice",
-        )
-
-
-def noting_calls(model: nn.Module, note: Callable[[], None]) -> Callable[[], None]:
-    """Call `note` before each forward of a model; return a function that ends this.
-
-    In a model compiled in place, hooks are part of the compiled code, and hooks added later are not called, so its call
-    is wrapped. The call is also wrapped if a model rejects hooks, as a scripted model does.
-    """
-    called: Any = model._compiled_call_impl
-    before = called
-    if called is None:
-        try:
-            return model.register_forward_pre_hook(lambda *_: note()).remove
-        except Exception:  # Raised by torch or by the model's own class.
-            called = model._call_impl
-
-    def noted(*args: Any, **kwargs: Any) -> Any:
-        note()
-        return called(*args, **kwargs)
-
-    model._compiled_call_impl = noted
-
-    def end() -> None:
-        model._compiled_call_impl = before
-
-    return end
-
-
-class CompiledCall:
-    """A model's call, compiled at its first call, captured as a CUDA graph at a later call, or both.
-
-    Random numbers are the same as without compilation, so dropout masks are unchanged. A copy of the model is not
-    compiled.
-
-    Args:
-        model: the model, changed in place.
-        saw: called before each forward, outside of the compiled code, since a new hook would cause a recompilation.
-        compiled: the plan's setting.
-
-    Attributes:
-        is_on: True if calls use the compiled code; False runs the original forward.
-        began: time of the first call, in seconds of `time.perf_counter`.
-        shapes: shapes of input tensors since the last `take_shapes`; None if shapes are not collected.
-        recorder: captures and replays CUDA graphs; None without graphs.
-    """
-
-    def __init__(self, model: nn.Module, saw: Callable[[], None], compiled: Compiled = True) -> None:
-        called: Any = model._call_impl
-        if is_by_compiler(compiled):
-            model.compile(options={"fallback_random": True})
-            called = model._compiled_call_impl
-        self.recorder = GraphReplayer(model, called) if is_recorded(compiled) else None
-        self._model, self._called, self._saw = model, self.recorder or called, saw
-        self.is_on = True
-        self.shapes: list[torch.Size] | None = None
-        self.began: float | None = None
-        model._compiled_call_impl = self
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the model's forward."""
-        self._saw()
-        if self.began is None:
-            self.began = time.perf_counter()
-        if self.shapes is not None:
-            self.shapes += [each.shape for each in tree_iter((args, kwargs)) if isinstance(each, Tensor)]
-        return self._called(*args, **kwargs) if self.is_on else self._model._call_impl(*args, **kwargs)
-
-    def take_shapes(self) -> tuple[torch.Size, ...]:
-        """Return the input shapes collected since the last call, and clear them."""
-        shapes, self.shapes = tuple(self.shapes or ()), []
-        return shapes
-
-    def undo(self) -> None:
-        """Restore the model's original call."""
-        vars(self._model).pop("_compiled_call_impl", None)
-        if self.recorder is not None:
-            self.recorder.forget()
+def _mode(value: Scalar) -> Compiled:
+    return value if isinstance(value, str) else bool(value)

@@ -7,21 +7,45 @@ recurrent layers. Modules whose probability is 0 are left unchanged.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
 
-from torch import nn
-from torch.nn.modules.dropout import _DropoutNd
-
+from trimtab.core import validation
+from trimtab.core.choice import Effect, Scalar
 from trimtab.core.errors import ModelError
+from trimtab.settings.base import LiveLoop, Setting, Undo
 
-Dropper = tuple[nn.Module, str]
+if TYPE_CHECKING:
+    from torch import nn
+
+    from trimtab.plans.plan import Plan
 
 
-def dropout_modules(model: nn.Module) -> tuple[Dropper, ...]:
+class Dropout(Setting):
+    """Probability of every dropout module."""
+
+    name = "dropout"
+    default = None
+    effect = Effect.TRAINING
+    summary = "Probability of all dropout modules of the model."
+    values = "a number from 0 to 1, or None to leave every module unchanged"
+    examples = (0.0, 0.8)
+
+    def check(self, value: Scalar, plan: Plan) -> None:
+        if value is not None:
+            validation.number(self.field, value, low=0, high=1)
+
+    def apply(self, loop: LiveLoop, value: Scalar) -> Undo | None:
+        return use_dropout(loop.model, float(value or 0.0))
+
+
+def dropout_modules(model: nn.Module) -> tuple[tuple[nn.Module, str], ...]:
     """Return all modules with a positive dropout probability, each with the attribute name."""
     return tuple((module, name) for module in model.modules() for name in _probabilities(module))
 
 
 def _probabilities(module: nn.Module) -> Iterator[str]:
+    from torch.nn.modules.dropout import _DropoutNd
+
     if isinstance(module, _DropoutNd):
         yield from ["p"] if module.p > 0 else []
         return

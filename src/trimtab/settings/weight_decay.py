@@ -6,13 +6,40 @@ Groups without weight decay, usually biases and norms, and groups added later ar
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-
+from trimtab.core import validation
+from trimtab.core.choice import Effect, Scalar
 from trimtab.core.errors import OptimizerError
+from trimtab.settings.base import LiveLoop, Setting, Undo
+
+if TYPE_CHECKING:
+    import torch
+
+    from trimtab.plans.plan import Plan
 
 _SAVES = ("state_dict", "load_state_dict")
+
+
+class WeightDecay(Setting):
+    """Weight decay of the optimizer's groups."""
+
+    name = "weight_decay"
+    default = None
+    effect = Effect.TRAINING
+    summary = "Weight decay of all parameter groups that have a non-zero one."
+    values = "a number of at least 0, or None to leave every group unchanged"
+    examples = (0.5,)
+    acts_in_step = True
+    trainer_decides = True
+    shards_first = True
+
+    def check(self, value: Scalar, plan: Plan) -> None:
+        if value is not None:
+            validation.number(self.field, value, low=0)
+
+    def apply(self, loop: LiveLoop, value: Scalar) -> Undo | None:
+        return use_weight_decay(loop.optimizer, float(value or 0.0))
 
 
 def use_weight_decay(optimizer: torch.optim.Optimizer, decay: float) -> Callable[[], None]:
@@ -22,6 +49,8 @@ def use_weight_decay(optimizer: torch.optim.Optimizer, decay: float) -> Callable
         OptimizerError: no group has weight decay, or the optimizer overrides `state_dict` or `load_state_dict` and
             would save the plan's value.
     """
+    import torch
+
     given, mine = type(optimizer).__name__, _decaying(optimizer)
     if any(getattr(type(optimizer), name) is not getattr(torch.optim.Optimizer, name) for name in _SAVES):
         raise OptimizerError(

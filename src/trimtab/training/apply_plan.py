@@ -7,23 +7,23 @@ import itertools
 import statistics
 import time
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
-from trimtab.core.choice import Compiled
+from trimtab.core.choice import Scalar
 from trimtab.core.errors import LoopError
-from trimtab.core.plan import Plan
 from trimtab.measure.timing import seconds_between, stamp, wait_for
 from trimtab.planner.statistics import Interval, ratio_interval
-from trimtab.settings import compiled, dropout, loss_chunk, memory_layout, muon, optimizers, precision, recompute
-from trimtab.settings.compiled import CompiledCall
-from trimtab.settings.cuda_graphs import GraphReplayer
-from trimtab.settings.precision import retained_memory
-from trimtab.settings.weight_decay import use_weight_decay
+from trimtab.plans.plan import Plan
+from trimtab.settings import SETTINGS
+from trimtab.settings.base import LiveLoop, Setting
 from trimtab.state.peak_memory import most_bytes
+from trimtab.techniques import memory_format, optimizers
+from trimtab.techniques.compiled_call import CompiledCall
+from trimtab.techniques.cuda_graphs import GraphReplayer
 from trimtab.training.accumulation import drop_gradients
 from trimtab.training.window import ForwardRecorder
 
@@ -140,26 +140,36 @@ def require_free(model: nn.Module) -> None:
 
 
 def lay_out(model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan) -> contextlib.ExitStack:
-    """Apply the changes that must precede sharding: optimizer kind, weight decay, Muon, memory format.
+    """Apply the settings that must precede sharding, such as the memory format and the optimizer's kind.
 
     Returns:
         An exit stack that undoes the changes.
+
+    Raises:
+        ModelError, OptimizerError, ValueGivenError: the loop does not support a setting; nothing has changed.
     """
-    compiled.require_as_written(_compiled(plan), model)
+    loop = LiveLoop(model, model, optimizer, plan)
+    for setting, value in _values(plan):
+        setting.require(loop, value)
     with contextlib.ExitStack() as undo:
-        if plan.fused_optimizer.value and not optimizers.is_fused(optimizer):
-            if sparse := memory_layout.sparse_module(model, optimizer):
-                raise memory_layout.sparse_gradient(sparse)
-            undo.callback(optimizers.use_fused(optimizer))  # May refuse, so comes before any other change.
-        if plan.weight_decay.value is not None:
-            undo.callback(use_weight_decay(optimizer, float(plan.weight_decay.value)))
-        if plan.optimizer.value == "muon":
-            undo.callback(muon.use_muon(model, optimizer))
-        if plan.memory_layout.value == "channels_last":
-            undo.callback(memory_layout.use_channels_last(model, optimizer))
+        _apply(loop, undo, shards_first=True)
         if _steps_fused_on_cpu(optimizer):
-            undo.callback(optimizer.register_step_pre_hook(memory_layout.align_gradients).remove)
+            undo.callback(optimizer.register_step_pre_hook(memory_format.align_gradients).remove)
         return undo.pop_all()
+
+
+def _values(plan: Plan) -> Iterator[tuple[Setting, Scalar]]:
+    """Yield the settings of a plan with another value than their default."""
+    for name, setting in SETTINGS.items():
+        value = getattr(plan, name).value
+        if value != setting.default:
+            yield setting, value
+
+
+def _apply(loop: LiveLoop, undo: contextlib.ExitStack, *, shards_first: bool) -> None:
+    for setting, value in _values(loop.plan):
+        if setting.shards_first == shards_first and (revert := setting.apply(loop, value)) is not None:
+            undo.callback(revert)
 
 
 def _steps_fused_on_cpu(optimizer: torch.optim.Optimizer) -> bool:
@@ -182,7 +192,7 @@ def apply_plan(
     *,
     make_state: bool = False,
 ) -> contextlib.ExitStack:
-    """Apply the remaining changes of a plan in place. A failure undoes the changes made so far.
+    """Apply the remaining settings of a plan in place. A failure undoes the changes made so far.
 
     Args:
         called: the model as the loop calls it (`model` or its wrapper).
@@ -193,45 +203,26 @@ def apply_plan(
 
     Returns:
         An exit stack that undoes the changes.
-
-    Raises:
-        ValueGivenError: the device does not support a setting of the plan.
     """
-    compiled.check_available(_compiled(plan), next(model.parameters()).device)
+    loop = LiveLoop(model, called, optimizer, plan, forward.note)
     with contextlib.ExitStack() as undo:
         _active.add(model)
         undo.callback(_active.discard, model)
-        if plan.loss_chunk.value is not None:
-            undo.callback(loss_chunk.use_chunks(model, int(plan.loss_chunk.value)))
-        if plan.dropout.value is not None:
-            undo.callback(dropout.use_dropout(model, float(plan.dropout.value)))
-        if plan.recompute.value is not None:
-            undo.callback(recompute.use_plan(model, plan))
-        if plan.precision.value == "tf32":
-            undo.callback(precision.tf32.hold())
-        if plan.allocator.value == "retain":
-            undo.callback(retained_memory.hold())
-        if plan.compiled.value:
-            call = compiled.CompiledCall(called, forward.note, _compiled(plan))
-            undo.callback(call.undo)
-            # CUDA graphs are not compared with eager execution: the memory pools of both would be held at once.
-            if note is not None and call.recorder is not None:
-                undo.callback(_note_launches, call.recorder, note)
-            elif note is not None:
-                undo.callback(CompileCheck(call, optimizer, next(model.parameters()).device, note).close)
-        else:
+        _apply(loop, undo, shards_first=False)
+        call = loop.compiled_call
+        if call is None:
             undo.callback(forward.watch(called))
-        undo.callback(optimizer.register_load_state_dict_post_hook(memory_layout.align_state).remove)
+        # CUDA graphs are not compared with eager execution: the memory pools of both would be held at once.
+        elif note is not None and call.recorder is not None:
+            undo.callback(_note_launches, call.recorder, note)
+        elif note is not None:
+            undo.callback(CompileCheck(call, optimizer, loop.device, note).close)
+        undo.callback(optimizer.register_load_state_dict_post_hook(memory_format.align_state).remove)
         if make_state:
             undo.callback(optimizers.make_state(optimizer))
-        memory_layout.align_state(optimizer)
+        memory_format.align_state(optimizer)
         drop_gradients(optimizer)
         return undo.pop_all()
-
-
-def _compiled(plan: Plan) -> Compiled:
-    value = plan.compiled.value
-    return value if isinstance(value, str) else bool(value)
 
 
 def _note_launches(recorder: GraphReplayer, note: Note) -> None:

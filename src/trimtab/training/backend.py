@@ -8,9 +8,9 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from trimtab.core.plan import Plan
-from trimtab.settings import clip_norm as clip_norm_module
-from trimtab.settings.precision import MixedPrecision
+from trimtab.plans.plan import Plan
+from trimtab.techniques import gradient_clipping
+from trimtab.techniques.mixed_precision import MixedPrecision
 from trimtab.training.gradient_sync import GradientSync, data_parallel
 from trimtab.training.metadata_exchange import MetadataExchange, SingleProcessExchange
 from trimtab.training.used_parameters import ShardedParameterUse
@@ -96,7 +96,7 @@ class TorchBackend:
 
     def multiply(self, factor: float | Tensor) -> None:
         """Multiply the window's gradient by a factor."""
-        clip_norm_module.multiply(self.optimizer, factor)
+        gradient_clipping.multiply(self.optimizer, factor)
 
     def finish(self, factor: float | Tensor, clip_norm: float | None, *, wants_norm: bool = False) -> Tensor | None:
         """Multiply the window's gradient by `factor`, then clip.
@@ -106,7 +106,7 @@ class TorchBackend:
         """
         if clip_norm is None and not wants_norm and isinstance(factor, float) and factor == 1.0:
             return None
-        return clip_norm_module.scale_and_clip(self.optimizer, factor, clip_norm, wants_norm=wants_norm)
+        return gradient_clipping.scale_and_clip(self.optimizer, factor, clip_norm, wants_norm=wants_norm)
 
     def step(self, precision: MixedPrecision) -> bool:
         """Step the optimizer; return True if it stepped."""

@@ -22,11 +22,11 @@ from trimtab.adaptive_batch.batch_size_decider import BatchSizeDecider, Note
 from trimtab.adaptive_batch.batch_size_policy import NoiseEstimate
 from trimtab.adaptive_batch.noise_probes import ProbeSelection
 from trimtab.core.errors import ValueGivenError
-from trimtab.core.plan import Plan
 from trimtab.core.stateful import Load, Stateful, loading_parts
 from trimtab.losses import Count
-from trimtab.settings import compiled
-from trimtab.settings.lr_schedule import RateFollower, is_scale_invariant
+from trimtab.plans.plan import Plan
+from trimtab.techniques import compiled_call
+from trimtab.techniques.learning_rate import RateFollower, is_scale_invariant
 from trimtab.training.accumulation import WindowWeights
 from trimtab.training.hooks import CheckpointHooks, Hook, Outcome, WindowDecision
 from trimtab.training.metadata_exchange import MetadataExchange
@@ -147,7 +147,7 @@ class BatchSizeController(Stateful, Hook):
         self._keeper, self._weights = keeper, weights
         self._rule, self._exchange, self._note = plan.batch_rule, exchange, note
         may_split = keeps_maths(plan, model)
-        is_compiled = bool(plan.compiled.value) or compiled.is_compiled(model)
+        is_compiled = bool(plan.compiled.value) or compiled_call.is_compiled(model)
         self._cuts = self._rule.policy == "throughput_per_memory"
         self._measures = not self._cuts  # The policy "throughput_per_memory" needs no measurements.
         self._follower = RateFollower.for_optimizer(self._rule.learning_rate, optimizer)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from trimtab.core.errors import ModelError, OptimizerError, RankError
-from trimtab.core.plan import Plan
+from trimtab.plans.plan import Plan
 from trimtab.training.accumulation import drop_gradients
 from trimtab.training.metadata_exchange import Figures, Gathered, MetadataExchange
 

@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.utils.checkpoint import CheckpointError
 
 from trimtab.core.errors import LossError, ModelError
-from trimtab.core.plan import Plan
 from trimtab.losses import Count
+from trimtab.plans.plan import Plan
 from trimtab.state.object_snapshots import version_of
 from trimtab.training.hooks import Hook
 from trimtab.training.window import Window

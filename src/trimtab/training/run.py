@@ -17,15 +17,17 @@ from torch import Tensor, nn
 
 from trimtab.adaptive_batch.batch_size_policy import NoiseEstimate
 from trimtab.core import validation
-from trimtab.core.plan import Plan
 from trimtab.core.stateful import Load, loading_parts
 from trimtab.core.stopping_rule import Stop, StopReason
 from trimtab.losses import as_loss, detach_auxiliary, require_unscaled
-from trimtab.settings import clip_norm as clip_norm_setting
-from trimtab.settings import optimizers
-from trimtab.settings.lr_schedule import applied_rate, rate_factor, require_rates, scaled_rates
-from trimtab.settings.muon import Momentum
-from trimtab.settings.precision import MixedPrecision, in_place
+from trimtab.plans.plan import Plan
+from trimtab.settings.clip_norm import resolve_clip, with_own_limit
+from trimtab.settings.precision import in_place
+from trimtab.settings.schedule import rate_factor, require_rates
+from trimtab.techniques import optimizers
+from trimtab.techniques.learning_rate import applied_rate, scaled_rates
+from trimtab.techniques.mixed_precision import MixedPrecision
+from trimtab.techniques.muon import Momentum
 from trimtab.training import loop_errors
 from trimtab.training.accumulation import WindowWeights, drop_gradients
 from trimtab.training.apply_plan import apply_plan, lay_out, require_free
@@ -82,8 +84,8 @@ class Run:
     ) -> None:
         optimizers.check_ownership(model, optimizer, modules)
         require_rates(plan, optimizer)
-        plan = clip_norm_setting.with_own_limit(plan, clip_norm)
-        self._clip_norm = clip_norm_setting.resolve_clip(plan, clip_norm)
+        plan = with_own_limit(plan, clip_norm)
+        self._clip_norm = resolve_clip(plan, clip_norm)
         self._device, self._closed = next(model.parameters()).device, False
         self._precision = MixedPrecision(str(plan.precision.value), self._device)
         self._backend = backend = backend or UserBackend()

@@ -7,7 +7,8 @@ from dataclasses import replace
 
 from torch import nn
 
-from trimtab.core.plan import Effect, Plan
+from trimtab.core.choice import Effect
+from trimtab.plans.plan import Plan
 
 
 class UnprovedSplitWarning(UserWarning):
@@ -62,4 +63,4 @@ def for_model(plan: Plan, model: nn.Module) -> Plan:
         return plan
     split = plan.micro_batch
     reason = f"{split.reason}; batch statistics are computed per micro-batch"
-    return replace(plan, micro_batch=replace(split, effect=Effect.TRAINING, reason=reason))
+    return plan.having(micro_batch=replace(split, effect=Effect.TRAINING, reason=reason))

@@ -9,10 +9,10 @@ from torch import Tensor
 
 from trimtab.core import validation
 from trimtab.core.errors import LossError, ValueGivenError
-from trimtab.core.plan import Plan
 from trimtab.core.stateful import Load, Stateful, require_keys
 from trimtab.losses import Count
 from trimtab.measure.timing import AsyncScalar
+from trimtab.plans.plan import Plan
 from trimtab.training.batch import samples_unknown
 from trimtab.training.metadata_exchange import MetadataExchange
 

@@ -22,9 +22,10 @@ from torch.overrides import TorchFunctionMode
 
 from trimtab.core.choice import is_recorded
 from trimtab.core.errors import ModelError, OptimizerError
-from trimtab.core.plan import Plan
-from trimtab.settings.compiled import is_compiled
+from trimtab.plans.plan import Plan
+from trimtab.settings import IN_STEP
 from trimtab.state.object_snapshots import reachable_instances
+from trimtab.techniques.compiled_call import is_compiled
 from trimtab.training.nonfinite import BEFORE_THE_STEP
 from trimtab.training.window import Window
 
@@ -183,13 +184,10 @@ def _require_unchanged_steps(
 ) -> None:
     """Raise `OptimizerError` for settings that act between backward and step, since hooks step before."""
     changes = {
-        "clip_norm": clip_norm is not None or plan.clip_norm.value is not None,
+        "clip_norm": clip_norm is not None,
         "nonfinite": nonfinite in BEFORE_THE_STEP,
-        "plan.schedule": plan.schedule.value != "user",
-        "plan.learning_rate_scale": plan.learning_rate_scale.value != 1.0,
-        "plan.weight_decay": plan.weight_decay.value is not None,
-        "plan.optimizer": plan.optimizer.value != "user",
     }
+    changes |= {setting.field: plan.values[name] != setting.default for name, setting in IN_STEP.items()}
     if named := [name for name, is_set in changes.items() if is_set]:
         raise steps_in_backward(named[0], stepped, given)
 

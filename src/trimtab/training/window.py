@@ -20,10 +20,10 @@ import torch
 from torch import Tensor, nn
 
 from trimtab.core.errors import BatchError, LoopError
-from trimtab.core.plan import Plan
 from trimtab.core.stopping_rule import StopReason
 from trimtab.losses import Count
-from trimtab.settings.compiled import noting_calls
+from trimtab.plans.plan import Plan
+from trimtab.techniques.compiled_call import noting_calls
 from trimtab.training.batch import (
     BY_CONTAINERS,
     UNKNOWN,

@@ -19,7 +19,7 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from trimtab.core import validation
 from trimtab.core.errors import MemoryLimitError, ValueGivenError
-from trimtab.core.plan import Plan
+from trimtab.plans.plan import Plan
 from trimtab.state.forward_state import Replayed, is_traced, state_recorder
 from trimtab.state.generators import GeneratorSnapshot
 from trimtab.state.loop_state import ChangeKind, LoopState, StateChange

@@ -13,7 +13,7 @@ from trimtab.carbon.pause_schedule import when_to_train
 from trimtab.core.choice import MeasuredCost
 from trimtab.core.energy_reading import MeterFacts, Provenance
 from trimtab.core.errors import ValueGivenError
-from trimtab.core.plan import Plan
+from trimtab.plans.plan import Plan
 
 HOUR = 3600.0
 PREDICTED = replace(Plan.fixed(8), predicted=MeasuredCost(2.0))

@@ -12,7 +12,7 @@ from trimtab.checkpoint.compatibility import changes, require_accepted, world_of
 from trimtab.checkpoint.config import Checkpoints
 from trimtab.checkpoint.train_state import ModelState
 from trimtab.core.errors import TrimtabError
-from trimtab.core.plan import Plan
+from trimtab.plans.plan import Plan
 
 
 def world(*threads, ranks=None):

@@ -15,9 +15,9 @@ from trimtab.checkpoint.manifest import prefix_of
 from trimtab.checkpoint.rank_checkpoints import RankCommunication, require_kept
 from trimtab.checkpoint.state_files import digest_of, read_state, write_state
 from trimtab.core.errors import FormatError, RankError, ValueGivenError
-from trimtab.core.plan import Plan
 from trimtab.distributed.process_group import TIMEOUT_S, limited_to, time_limit_s
 from trimtab.integrations import trainer_rules
+from trimtab.plans.plan import Plan
 from trimtab.state.random_state import loading_random_state, random_state
 
 

@@ -13,7 +13,7 @@ from trimtab.checkpoint import sharded_checkpoint
 from trimtab.checkpoint.rank_checkpoints import require_kept
 from trimtab.checkpoint.sharded_checkpoint import ShardedState, WithoutParameters, merge_shards
 from trimtab.core.errors import FormatError, ModelError, OptimizerError, ValueGivenError
-from trimtab.core.plan import Plan
+from trimtab.plans.plan import Plan
 
 
 def loop():

@@ -24,24 +24,17 @@ from raising import raises
 
 from trimtab.core.batch_rule import BatchRule
 from trimtab.core.block_costs import BlockChain, BlockChainModel, BlockCost, ExpensivePart
-from trimtab.core.choice import RefusedByProof
+from trimtab.core.choice import Choice, Effect, MeasuredCost, RefusedByProof, Rejected, SplitCheck
 from trimtab.core.errors import FormatError
 from trimtab.core.hardware import DeviceSpec
 from trimtab.core.objective import PRECISIONS, Budget, Objective, Reference
-from trimtab.core.plan import (
-    ALLOCATORS,
-    MEMORY_LAYOUTS,
-    SCHEDULES,
-    Choice,
-    Effect,
-    MeasuredCost,
-    Plan,
-    Rejected,
-    SplitCheck,
-)
-from trimtab.core.profile import Candidate, LoopFacts, Profile, Trial
 from trimtab.core.record import End, Evaluation, Event, Header, RunRecord, StepRecord, read_record, write_record
 from trimtab.core.serialization import from_json, from_jsonable, read_json, to_json, to_jsonable, write_result
+from trimtab.plans.plan import Plan
+from trimtab.plans.profile import Candidate, LoopFacts, Profile, Trial
+from trimtab.settings.allocator import ALLOCATORS
+from trimtab.settings.memory_layout import MEMORY_LAYOUTS
+from trimtab.settings.schedule import SCHEDULES
 
 text = st.text(max_size=12)
 counts = st.integers(0, 2**62)
@@ -181,7 +174,7 @@ PROFILE = Profile(
     DeviceSpec("cpu", "cpu", peak_flops={"fp32": 1e11}),
     LoopFacts(10, 10, 40, "AdamW", 8, 8.0, "samples", 1e9, False, True, False, "contiguous"),
     SplitCheck(True, "per-sample loss"),
-    trials=(Trial("modes", Candidate("fp32", "keep", False, 8), (0.5, 0.4)),),
+    trials=(Trial("modes", Candidate(8), (0.5, 0.4)),),
     environment={"torch": "2.13"},
 )
 RECORD = RunRecord(

@@ -11,13 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from raising import raises
 
-from trimtab.core.choice import Note
+from trimtab.core.choice import Choice, Effect, MeasuredCost, Note, Rejected, SplitCheck
 from trimtab.core.errors import FormatError, UsageError, ValueGivenError
 from trimtab.core.hardware import DeviceSpec
 from trimtab.core.objective import Reference
-from trimtab.core.plan import Choice, Effect, MeasuredCost, Plan, Rejected, SplitCheck
-from trimtab.core.profile import Candidate, LoopFacts, Profile, Trial
 from trimtab.core.serialization import from_json, to_json
+from trimtab.plans.plan import Plan
+from trimtab.plans.profile import Candidate, LoopFacts, Profile, Trial
 
 # Settings: a changed value, and the loop's own.
 EQUIVALENT = {
@@ -261,7 +261,7 @@ def test_sharding_is_shown_for_several_ranks_only():
 # Profiles.
 
 
-BASE = Candidate("fp32", "keep", False, 8)
+BASE = Candidate(8)
 PROFILE = Profile(
     DeviceSpec("cpu", "cpu"),
     LoopFacts(10, 10, 40, "AdamW", 8, 8.0, "samples", None, False, True, False, "contiguous"),
@@ -280,7 +280,16 @@ def test_a_trial_that_could_not_run_has_no_cost():
 
 @given(st.sets(st.sampled_from([field.name for field in dataclasses.fields(Candidate)])))
 def test_differences_name_the_fields_that_differ(names):
-    other = Candidate("bf16", "channels_last", True, 4, "retain", 64, compiled=True, recompute="(0) 1")
+    other = Candidate(
+        4,
+        precision="bf16",
+        memory_layout="channels_last",
+        fused_optimizer=True,
+        allocator="retain",
+        loss_chunk=64,
+        compiled=True,
+        recompute="(0) 1",
+    )
     mixed = dataclasses.replace(BASE, **{name: getattr(other, name) for name in names})
     assert set(BASE.differences(mixed)) == set(mixed.differences(BASE)) == names
     assert BASE.alike(mixed, *names)
@@ -291,10 +300,13 @@ def test_differences_name_the_fields_that_differ(names):
     ("candidate", "label"),
     [
         (BASE, "fp32, micro-batch 8"),
-        (Candidate("bf16", "channels_last", True, 4), "bf16, channels_last, fused, micro-batch 4"),
-        (Candidate("fp32", "keep", False, 4, "retain"), "fp32, freed memory kept, micro-batch 4"),
-        (Candidate("fp32", "keep", False, 4, loss_chunk=64), "fp32, loss in chunks of 64 tokens, micro-batch 4"),
-        (Candidate("bf16", "keep", False, 4, compiled=True), "bf16, compiled, micro-batch 4"),
+        (
+            Candidate(4, precision="bf16", memory_layout="channels_last", fused_optimizer=True),
+            "bf16, channels_last, fused, micro-batch 4",
+        ),
+        (Candidate(4, allocator="retain"), "fp32, freed memory kept, micro-batch 4"),
+        (Candidate(4, loss_chunk=64), "fp32, loss in chunks of 64 tokens, micro-batch 4"),
+        (Candidate(4, precision="bf16", compiled=True), "bf16, compiled, micro-batch 4"),
     ],
 )
 def test_a_candidate_is_described_by_what_it_changes(candidate, label):

@@ -12,9 +12,9 @@ from torch import nn
 import trimtab
 from trimtab.core.batch_rule import BatchRule
 from trimtab.core.errors import UsageError, ValueGivenError
-from trimtab.core.plan import Plan
 from trimtab.distributed import backend_selection
 from trimtab.distributed.deepspeed_backend import BUCKET_BYTES, config_of
+from trimtab.plans.plan import Plan
 
 
 class FullyShardedDataParallel(nn.Linear):

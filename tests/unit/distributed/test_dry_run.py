@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from trimtab.core.plan import Plan
 from trimtab.distributed import dry_run
 from trimtab.distributed.dry_run import copied_together
+from trimtab.plans.plan import Plan
 
 
 class Runs:

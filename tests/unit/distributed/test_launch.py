@@ -16,10 +16,10 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from torch.distributed.launcher import api
 
 from trimtab.core.errors import RankError
-from trimtab.core.plan import Plan
 from trimtab.core.serialization import to_json
 from trimtab.distributed.launch import launch
 from trimtab.distributed.launched_rank import LAUNCHER, REPORTS, LaunchedRank, rank_lost, ranks_failed
+from trimtab.plans.plan import Plan
 
 ROOT = Path(__file__).parents[3]
 TINY_TASK = ROOT / "tests" / "unit" / "experiments" / "tiny_task.py"

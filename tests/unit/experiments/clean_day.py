@@ -15,12 +15,12 @@ import torch
 from trimtab.carbon.intensity import Intensity
 from trimtab.carbon.services import IntensitySource
 from trimtab.checkpoint.config import Checkpoints
-from trimtab.core.plan import Plan
 from trimtab.experiments import train as train_module
 from trimtab.experiments import train_command
 from trimtab.experiments.carbon_aware_training import CarbonRequest, Clock
 from trimtab.experiments.train import TrainingOptions
 from trimtab.experiments.train_command import LowCarbonOptions
+from trimtab.plans.plan import Plan
 
 HOUR = 3600.0
 NOW = 1772323200.0  # 2026-03-01T00:00Z

@@ -6,7 +6,6 @@ import math
 from dataclasses import replace
 
 from trimtab.core.hardware import DeviceSpec
-from trimtab.core.plan import Plan
 from trimtab.core.record import Evaluation, Header, RunRecord, StepRecord
 from trimtab.core.step_phases import ArmPhases, RooflineBound, TimedGain, TimedRound
 from trimtab.experiments.ablation.ablation_result import AblatedChange, Ablation, ChangeEffect
@@ -23,6 +22,7 @@ from trimtab.experiments.comparison.comparison_statistics import as_ratio
 from trimtab.experiments.scaling import scaling_result as scaling
 from trimtab.experiments.scaling.scaling_result import Scaling, ScalingJob, TimedArm, TimedBlocks
 from trimtab.planner.statistics import ratio_interval
+from trimtab.plans.plan import Plan
 
 CPU = {"cpu": "Some CPU", "cpu_cores": "2", "os": "Linux", "torch": "2.13", "threads": "2", "sources": "abc"}
 GPU = CPU | {"gpu": "NVIDIA H200"}

@@ -15,7 +15,6 @@ from tiny_task import task as tiny
 from trimtab.core.choice import MeasuredCost
 from trimtab.core.errors import FormatError, LoopError, ValueGivenError
 from trimtab.core.objective import Budget
-from trimtab.core.plan import Plan
 from trimtab.core.record import read_record
 from trimtab.experiments.ablation import ablate as ablate_module
 from trimtab.experiments.ablation.ablate import AblateSettings, ablate
@@ -36,6 +35,7 @@ from trimtab.experiments.paired_runs import results_folder as race_folder
 from trimtab.experiments.report import terminal_report, write_report
 from trimtab.experiments.results import read_result
 from trimtab.experiments.task_plans import Plans
+from trimtab.plans.plan import Plan
 
 TWO = Plan.fixed(BATCH_SIZE, micro_batch=8, fused_optimizer=True)
 SEEDS = AblateSettings(num_seeds=2)

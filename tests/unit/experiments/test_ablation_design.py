@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from trimtab.core.batch_rule import BatchRule
 from trimtab.core.choice import Choice, Effect, MeasuredCost
 from trimtab.core.objective import Reference
-from trimtab.core.plan import Plan
 from trimtab.experiments.ablation.ablation_design import (
     PLAN,
     UNCHANGED,
@@ -24,6 +23,7 @@ from trimtab.experiments.ablation.ablation_design import (
     power_of_all,
     with_only,
 )
+from trimtab.plans.plan import Plan
 
 PLAIN = Reference("fp32")
 VALUES = {

@@ -11,7 +11,6 @@ from dataclasses import replace
 import pytest
 from race_records import climbing, record, timed
 
-from trimtab.core.plan import Plan
 from trimtab.core.record import End, RunRecord
 from trimtab.experiments.ablation.ablation_design import (
     PLAN,
@@ -35,6 +34,7 @@ from trimtab.experiments.ablation.ablation_result import (
 )
 from trimtab.experiments.ablation.ablation_summary import NOTHING, headline, times
 from trimtab.experiments.comparison.ratio_rows import quality_row
+from trimtab.plans.plan import Plan
 
 NAMES = ("micro_batch", "precision", "recompute")
 # Logarithms of what each change is worth alone, in speed.

@@ -12,11 +12,10 @@ from raising import raises
 from tiny_task import load_data, task
 
 from benchmarks.paper.recipes.paper import PaperLoop
+from trimtab.core.choice import Choice, Effect, MeasuredCost, SplitCheck
 from trimtab.core.energy_reading import NO_METER
 from trimtab.core.errors import FormatError
 from trimtab.core.hardware import DeviceSpec
-from trimtab.core.plan import Choice, Effect, MeasuredCost, Plan, SplitCheck
-from trimtab.core.profile import Candidate, LoopFacts, Profile, Trial
 from trimtab.core.record import BRIEF, End, RunRecord
 from trimtab.core.serialization import from_json, to_json
 from trimtab.experiments.comparison import comparison_summary
@@ -27,6 +26,8 @@ from trimtab.experiments.comparison.comparison_rows import benchmark_object
 from trimtab.experiments.comparison.comparison_statistics import GIVEN_ROWS
 from trimtab.experiments.comparison.comparison_summary import _planning_s, summarise
 from trimtab.experiments.task_plans import Plans
+from trimtab.plans.plan import Plan
+from trimtab.plans.profile import Candidate, LoopFacts, Profile, Trial
 
 DEVICE = DeviceSpec("a processor", "cpu", 2**34, {"fp32": 1e9}, None, "made up", 1)
 LOOP = LoopFacts(
@@ -54,7 +55,7 @@ WOBBLE = (1.0, 1.01, 0.99, 1.005, 0.995)
 
 
 def plans(*, changed: bool = True) -> Plans:
-    trial = Trial("modes", Candidate("fp32", "keep", False, 100), (1.0,) * 5, 1000)
+    trial = Trial("modes", Candidate(100), (1.0,) * 5, 1000)
     profile = Profile(DEVICE, LOOP, SplitCheck(True, "proved"), trials=(trial,))
     same = Plan.fixed(100, 50 if changed else None)
     same = replace(same, baseline=MeasuredCost(1.0, 1000), predicted=MeasuredCost(0.5, 600), planning_s=2.0)

@@ -15,7 +15,6 @@ from benchmarks.paper.recipes.paper import PaperLoop
 from benchmarks.paper.tasks import load_task
 from trimtab.core.errors import ValueGivenError
 from trimtab.core.objective import Reference
-from trimtab.core.plan import Plan
 from trimtab.experiments.baselines.strong import StrongLoop
 from trimtab.experiments.comparison.compare import ArmSelection, CompareOptions, compare
 from trimtab.experiments.comparison.compare_command import CompareRequest
@@ -23,6 +22,7 @@ from trimtab.experiments.output_folder import code_of
 from trimtab.experiments.paired_runs.inspect_arm import measure_arm
 from trimtab.experiments.paired_runs.plan_loops import HAND_TUNED, peers_of, require_peers, usual_peers
 from trimtab.experiments.task_plans import Plans, example_batch
+from trimtab.plans.plan import Plan
 from trimtab.state.process_state import ProcessState
 from trimtab.tasks.task import RECIPES
 

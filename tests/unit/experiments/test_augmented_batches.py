@@ -10,11 +10,11 @@ import torch
 from torch import nn
 
 from benchmarks.paper.cifar10 import augment
-from trimtab.core.plan import Plan
 from trimtab.distributed.sharded_loader import shard
 from trimtab.experiments.baselines.reference import ReferenceLoop
 from trimtab.experiments.paired_runs.plan_loops import PlanLoop
 from trimtab.experiments.train import TrainingOptions, train_whole
+from trimtab.plans.plan import Plan
 from trimtab.tasks import DataSource, Metric, Task, TaskData
 from trimtab.tasks.hand_tuned import FP32_REFERENCE
 from trimtab.tasks.image_classification import mean_cross_entropy

@@ -11,8 +11,8 @@ import pytest
 from train_here import trained_here
 
 from trimtab.core.choice import MeasuredCost
-from trimtab.core.plan import Plan
 from trimtab.core.serialization import to_json
+from trimtab.plans.plan import Plan
 
 HOUR = datetime.timedelta(hours=1)
 

@@ -19,9 +19,9 @@ from tiny_task import task as tiny
 import trimtab
 from benchmarks.paper.recipes.paper import PaperLoop
 from trimtab.core.batch_rule import BatchRule
+from trimtab.core.choice import MeasuredCost
 from trimtab.core.errors import FormatError, InfeasibleError, LoopError, ValueGivenError
 from trimtab.core.objective import Budget, Objective, Reference
-from trimtab.core.plan import MeasuredCost, Plan
 from trimtab.core.record import read_record
 from trimtab.core.serialization import read_json, to_json, to_jsonable
 from trimtab.core.step_phases import TimedGain
@@ -43,6 +43,7 @@ from trimtab.experiments.paired_runs.inspect_arm import measure_arm
 from trimtab.experiments.paired_runs.plan_loops import PlanLoop
 from trimtab.experiments.report import terminal_report, write_report
 from trimtab.experiments.task_plans import PLANNING_SEED, Plans, make_plans
+from trimtab.plans.plan import Plan
 from trimtab.profiling import trials
 from trimtab.tasks import TaskData, load_task
 from trimtab.tasks.models.gpt import GPTShape

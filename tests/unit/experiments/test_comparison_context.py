@@ -13,7 +13,6 @@ from tiny_task import task as tiny
 
 from trimtab.core.errors import FormatError, ValueGivenError
 from trimtab.core.objective import Budget, Objective
-from trimtab.core.plan import Plan
 from trimtab.core.serialization import from_json, to_json
 from trimtab.distributed.coordinator import ALONE, BlockLength, Coordinator
 from trimtab.distributed.rank_coordinator import _FixedBlockLength
@@ -29,6 +28,7 @@ from trimtab.experiments.paired_runs.inspect_arm import _mean, measure_arm
 from trimtab.experiments.report.comparison_report import details_line
 from trimtab.experiments.task_plans import Plans, given_plan
 from trimtab.experiments.task_ranks import ranks_of_job, refuse_on_ranks, task_of_rank
+from trimtab.plans.plan import Plan
 
 PLANS = Plans({"equivalent": Plan.fixed(BATCH_SIZE)})
 

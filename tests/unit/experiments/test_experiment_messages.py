@@ -8,9 +8,9 @@ import pytest
 from tiny_task import task as tiny
 
 from trimtab.core.errors import ValueGivenError
-from trimtab.core.plan import Plan
 from trimtab.experiments.task_plans import given_plan
 from trimtab.experiments.task_ranks import refuse_on_ranks, task_of_rank
+from trimtab.plans.plan import Plan
 
 
 def test_a_plan_for_another_batch_size():

@@ -13,7 +13,6 @@ from torch import nn
 from torch.nn import functional as F
 
 from trimtab import Summed
-from trimtab.core.plan import Plan
 from trimtab.core.serialization import from_json, to_json
 from trimtab.core.step_phases import TimedGain
 from trimtab.experiments import gain_timing as gain_module
@@ -22,6 +21,7 @@ from trimtab.experiments.gain_timing import gain_in, measure_gain
 from trimtab.experiments.phase_attribution import attribute, bound_seconds
 from trimtab.measure import machine
 from trimtab.measure.blocks import find_blocks
+from trimtab.plans.plan import Plan
 from trimtab.tasks.models.gpt import GPT, GPTShape
 
 CPU = torch.device("cpu")

@@ -13,7 +13,6 @@ from tiny_task import task as tiny
 from torch.nn import functional as F
 
 from benchmarks.paper.recipes.paper import PaperLoop
-from trimtab.core.plan import Plan
 from trimtab.core.serialization import from_json, to_json
 from trimtab.experiments.baselines.reference import ReferenceLoop
 from trimtab.experiments.comparison.arm_metrics import ArmMetrics
@@ -21,6 +20,7 @@ from trimtab.experiments.paired_runs import instrumented_loop
 from trimtab.experiments.paired_runs.inspect_arm import measure_arm
 from trimtab.experiments.paired_runs.plan_loops import PlanLoop
 from trimtab.losses import Summed, mean_of
+from trimtab.plans.plan import Plan
 
 CPU = torch.device("cpu")
 # Rows that the loss below does not ignore.

@@ -13,7 +13,6 @@ from tiny_task import task as tiny
 from torch import nn
 
 from trimtab.core.errors import NonFiniteError
-from trimtab.core.plan import Plan
 from trimtab.core.progress import silent
 from trimtab.experiments.ablation.ablation_result import AblatedChange
 from trimtab.experiments.ablation.ablation_summary import headline as ablation_headline
@@ -26,6 +25,7 @@ from trimtab.experiments.paired_runs.paired_run import PairedArm, race
 from trimtab.experiments.paired_runs.plan_loops import PlanLoop
 from trimtab.experiments.scaling.scaling_job import Bench, JobSettings
 from trimtab.experiments.train import TrainingOptions, train_whole
+from trimtab.plans.plan import Plan
 
 PLAN = Plan.fixed(BATCH_SIZE, 8)
 CPU = torch.device("cpu")

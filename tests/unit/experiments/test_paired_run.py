@@ -19,7 +19,6 @@ from tiny_task import BATCH_SIZE, BUDGET_SAMPLES, EVAL_EVERY_SAMPLES, load_data,
 from torch import Tensor, nn
 
 from trimtab.core.errors import LoopError, ValueGivenError
-from trimtab.core.plan import Plan
 from trimtab.core.record import Header, RunRecord, read_record, write_record
 from trimtab.distributed.coordinator import Coordinator
 from trimtab.experiments.baselines.reference import ReferenceLoop
@@ -29,6 +28,7 @@ from trimtab.experiments.paired_runs.paired_run import PairedArm, race
 from trimtab.experiments.paired_runs.plan_loops import PlanLoop, settling_steps
 from trimtab.experiments.paired_runs.results_folder import environment_of
 from trimtab.planner.statistics import turns
+from trimtab.plans.plan import Plan
 from trimtab.state import process_state
 from trimtab.training.apply_plan import WINDOWS
 

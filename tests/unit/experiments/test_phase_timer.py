@@ -21,9 +21,9 @@ from trimtab.experiments.paired_runs.instrumented_loop import StepClock
 from trimtab.losses import Summed, mean_of
 from trimtab.measure.blocks import find_blocks, find_parts
 from trimtab.measure.memory_trace import trace_work
-from trimtab.settings.recompute import use_schedule
 from trimtab.tasks.models.gpt import GPT, GPTShape
 from trimtab.tasks.models.resnet import ResNet
+from trimtab.techniques.activation_checkpointing import use_schedule
 
 CPU = torch.device("cpu")
 STEPS = 3

@@ -9,10 +9,10 @@ from measured_runs import gain
 from raising import raises
 
 from trimtab.core.errors import ValueGivenError
-from trimtab.core.plan import Plan
 from trimtab.core.serialization import to_json
 from trimtab.experiments.phase_result import PhaseResult
 from trimtab.experiments.phases_command import PhasesRequest, phases_of
+from trimtab.plans.plan import Plan
 
 PAGE = PhaseResult((gain(),), ((),))
 

@@ -17,12 +17,10 @@ from pathlib import Path
 import pytest
 from measured_runs import gain
 
-from trimtab.core.choice import Note
+from trimtab.core.choice import Choice, Effect, MeasuredCost, Note, Rejected, SplitCheck
 from trimtab.core.hardware import DeviceSpec
 from trimtab.core.memory_model import PARTS, MemorySample, StepMemory
 from trimtab.core.objective import Reference
-from trimtab.core.plan import Choice, Effect, MeasuredCost, Plan, Rejected, SplitCheck
-from trimtab.core.profile import Candidate, Trial
 from trimtab.core.serialization import read_json
 from trimtab.core.step_phases import TimedRound
 from trimtab.experiments.comparison.arms import PLAN_ARMS
@@ -54,6 +52,8 @@ from trimtab.experiments.report.figures import curve_band, curves, draw, memory_
 from trimtab.experiments.report.html import html_page
 from trimtab.experiments.report.key_figures import key_figures
 from trimtab.experiments.report.markdown import markdown_page
+from trimtab.plans.plan import Plan
+from trimtab.plans.profile import Candidate, Trial
 
 HOSTILE = '<script>alert(1)</script> | a*b* "quoted" `code` [x](javascript:y) \x1b[31m ]]> -->'
 T_975 = {2: 4.303, 7: 2.365}
@@ -132,13 +132,13 @@ def trials(batch: int) -> tuple[Trial, ...]:
     for precision, speed, memory in (("fp32", 0.412, 1.45e9), ("bf16", 0.298, 0.98e9), ("tf32", 0.405, 1.45e9)):
         for micro, slower, smaller in ((batch, 1.0, 1.0), (batch // 2, 0.97, 0.78), (batch // 4, 1.09, 0.62)):
             step = speed * slower
-            candidate = Candidate(precision, "keep", precision == "bf16", micro)
+            candidate = Candidate(micro, precision=precision, fused_optimizer=precision == "bf16")
             found.append(Trial("sizes", candidate, (step, step * 1.02, step * 0.99), int(memory * smaller)))
-    fp16 = Candidate("fp16", "keep", False, batch)
-    oom = Candidate("fp32", "channels_last", False, batch)
+    fp16 = Candidate(batch, precision="fp16")
+    oom = Candidate(batch, memory_layout="channels_last")
     found.append(Trial("modes", fp16, (), None, "loss became nan in the second step"))
     found.append(Trial("layout", oom, (), None, "out of memory: 5.21 GiB asked for, 3.80 GiB left"))
-    found.append(Trial("final", Candidate("fp32", "keep", False, batch), (0.413, 0.409), 1_450_000_000, None, True))
+    found.append(Trial("final", Candidate(batch), (0.413, 0.409), 1_450_000_000, None, True))
     return tuple(found)
 
 
@@ -343,8 +343,8 @@ def hostile() -> Comparison:
     arms = tuple(replace(a, label=f"{HOSTILE} {long}", source=HOSTILE, phases_s={HOSTILE: 0.1}) for a in full.arms)
     arms = (*arms[:1], replace(arms[1], error=HOSTILE), *arms[2:])
     verdict = Verdict(HOSTILE, HOSTILE)
-    odd = Trial(HOSTILE, Candidate(HOSTILE, long, True, 4), (), None, HOSTILE)
-    drawn = Trial(long, Candidate(HOSTILE, long, True, 4), (0.2,), 10**9)
+    odd = Trial(HOSTILE, Candidate(4, precision=HOSTILE, memory_layout=long, fused_optimizer=True), (), None, HOSTILE)
+    drawn = Trial(long, Candidate(4, precision=HOSTILE, memory_layout=long, fused_optimizer=True), (0.2,), 10**9)
     return replace(
         full,
         task=HOSTILE,
@@ -625,7 +625,7 @@ def test_the_reference_in_the_figure_of_trials_is_the_users_loop() -> None:
     case = CASES["gpt"]
     loops = (("reference", ("fp32", False)), ("strong", ("bf16", True)))
     for name, (precision, fused) in loops:
-        trial = next(t for t in case.trials if t.candidate == Candidate(precision, "keep", fused, 64))
+        trial = next(t for t in case.trials if t.candidate == Candidate(64, precision=precision, fused_optimizer=fused))
         assert plan_tables.role(case, trial) == name
     assert ">strong</text>" in memory_time(case).svg
 

@@ -11,9 +11,9 @@ import torch
 from raising import raises
 
 from trimtab.core.errors import FormatError, ValueGivenError
-from trimtab.core.plan import Plan
 from trimtab.core.progress import silent
 from trimtab.experiments.train import ResumableBatches, TrainingOptions, train_whole
+from trimtab.plans.plan import Plan
 from trimtab.tasks.task import TaskData
 
 DATA = tiny_task.load_data()

@@ -11,9 +11,9 @@ import pytest
 from raising import raises
 from tiny_task import task
 
+from trimtab.core.choice import MeasuredCost
 from trimtab.core.errors import ValueGivenError
 from trimtab.core.objective import Budget
-from trimtab.core.plan import MeasuredCost, Plan
 from trimtab.core.progress import silent
 from trimtab.core.serialization import read_json, to_json
 from trimtab.distributed.plan_on_ranks import BroadcastPlan
@@ -27,6 +27,7 @@ from trimtab.experiments.scaling.scaling_job import (
     refuse_other_maths,
     run_job,
 )
+from trimtab.plans.plan import Plan
 from trimtab.state import process_state
 
 SHORT = JobSettings(blocks=2, block_s=0.01)

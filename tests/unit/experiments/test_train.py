@@ -16,7 +16,6 @@ from torch.nn import functional as F
 from trimtab.core.energy_reading import Provenance
 from trimtab.core.errors import LossError, ValueGivenError
 from trimtab.core.objective import Budget
-from trimtab.core.plan import Plan
 from trimtab.core.progress import silent
 from trimtab.core.record import read_record
 from trimtab.distributed import rank_energy
@@ -25,6 +24,7 @@ from trimtab.experiments import train as train_module
 from trimtab.experiments import train_command
 from trimtab.experiments.train import TrainingOptions, train_whole
 from trimtab.losses import Summed
+from trimtab.plans.plan import Plan
 
 STEPS = 6
 

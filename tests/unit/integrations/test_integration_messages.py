@@ -6,8 +6,8 @@ import pytest
 
 from trimtab.carbon.services import ElectricityMaps, source_named
 from trimtab.core.errors import DataMissingError, ValueGivenError
-from trimtab.core.plan import Plan
 from trimtab.integrations.trainer_rules import checked_plan
+from trimtab.plans.plan import Plan
 
 
 def test_a_plan_with_a_setting_of_the_trainer():

@@ -13,7 +13,6 @@ from raising import raises
 from tracker_packages import Calls
 
 from trimtab.core.errors import DependencyError, ValueGivenError
-from trimtab.core.plan import Plan
 from trimtab.core.record import End, Evaluation, Event, Header, StepRecord
 from trimtab.core.serialization import to_jsonable
 from trimtab.integrations.trackers import (
@@ -28,6 +27,7 @@ from trimtab.integrations.trackers import (
 )
 from trimtab.integrations.tracking import TrackedRecord
 from trimtab.measure.machine import environment
+from trimtab.plans.plan import Plan
 
 HEADER = Header("digits", 3, to_jsonable(Plan.fixed(8)), {"torch": "2.13", "WANDB_API_KEY": "secret"}, {"data": "here"})
 LINES = (

@@ -17,10 +17,10 @@ from torch import nn
 
 import trimtab
 from trimtab.core.errors import SaveError, ValueGivenError
-from trimtab.core.plan import Plan
 from trimtab.core.record import End, Evaluation, Event, Header, RecordWriter, StepRecord, read_record
 from trimtab.integrations.trackers import Tracker
 from trimtab.integrations.tracking import TrackedRecord, TrackerQueue
+from trimtab.plans.plan import Plan
 
 SOURCE = Path(__file__).parents[3] / "src"
 HEADER = Header("a run", 1, {"precision": {"value": "bf16"}}, {"torch": "2.13"})

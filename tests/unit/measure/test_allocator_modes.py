@@ -8,7 +8,7 @@ from raising import raises
 
 import trimtab
 from trimtab.core.errors import ValueGivenError
-from trimtab.core.plan import Plan
+from trimtab.plans.plan import Plan
 from trimtab.state import process_state
 
 TRIM, THRESHOLD, MAX = -1, -3, -4

@@ -18,11 +18,11 @@ from trimtab.measure.block_memory import trace_stages
 from trimtab.measure.blocks import find_blocks
 from trimtab.planner.recompute_cost import every_block, keep_all, predict, sqrt_segments
 from trimtab.planner.recompute_solver import optimal
-from trimtab.settings.recompute import use_schedule
 from trimtab.state import peak_memory
 from trimtab.state.peak_memory import peak_growth, storage_bytes
 from trimtab.tasks.models.gpt import GPT, GPTShape
 from trimtab.tasks.models.resnet import ResNet
+from trimtab.techniques.activation_checkpointing import use_schedule
 
 NESTED = (
     RecomputedSegment((RecomputedSegment((KeptBlock(0), KeptBlock(1))), KeptBlock(2), KeptBlock(3))),

@@ -8,19 +8,20 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from trimtab.core.block_costs import BlockChain, BlockChainModel, BlockCost, ExpensivePart
-from trimtab.core.choice import is_by_compiler
+from trimtab.core.choice import SplitCheck, is_by_compiler
 from trimtab.core.hardware import DeviceSpec
 from trimtab.core.memory_model import PeakMemoryModel
 from trimtab.core.objective import Budget, Objective, Reference
-from trimtab.core.plan import Plan, SplitCheck
-from trimtab.core.profile import ALONE, Candidate, LoopFacts, Profile, RecomputableBlocks, TracedCandidate, Trial
 from trimtab.core.recompute_schedule import KeptBlock, Schedule, schedule_of
 from trimtab.planner.plan_choice import choose
 from trimtab.planner.recompute_cost import predict
 from trimtab.planner.recompute_solver import by_shares
+from trimtab.planner.search import BlockMeasurements, MemoryTraces, next_measurement
 from trimtab.planner.search import SearchPhase as Trials
-from trimtab.planner.search import next_recomputables, next_stage, next_traces
 from trimtab.planner.trial_statistics import MIN_BLOCKS, has_lost
+from trimtab.plans.plan import Plan
+from trimtab.plans.profile import ALONE, Candidate, LoopFacts, Profile, RecomputableBlocks, TracedCandidate, Trial
+from trimtab.settings import SEARCHED
 
 MIB = 2**20
 SPLITTABLE = SplitCheck(True, "an unequal split changes the gradient by 1e-07, relative (limit 0.0001)", 1e-7)
@@ -234,17 +235,21 @@ def measured(
         total_steps=total_steps,
         over_time_budget=over_time_budget,
     )
+    untraceable: set[Candidate] = set()
     while True:
-        if machine.traces and (wanted := next_traces(profile, objective, budget, always=always)):
-            profile = replace(profile, traces=profile.traces + tuple(map(machine.trace, wanted)))
-        stage = next_stage(profile, objective, budget)
-        if blocks := next_recomputables(profile, stage, objective, budget, always=always):
-            profile = replace(profile, recomputables=profile.recomputables + tuple(map(machine.blocks, blocks)))
-            continue
-        if stage is None:
+        wanted = next_measurement(profile, objective, budget, always=always, untraceable=untraceable)
+        if wanted is None:
             return profile
-        assert len(machine.stages) < 10, "the search does not end"
-        profile = profile.with_trials(machine.run(stage))
+        if isinstance(wanted, MemoryTraces):
+            untraceable.update(wanted.candidates)
+            found = tuple(map(machine.trace, wanted.candidates)) if machine.traces else ()
+            profile = replace(profile, traces=profile.traces + found)
+        elif isinstance(wanted, BlockMeasurements):
+            blocks = tuple(map(machine.blocks, wanted.candidates))
+            profile = replace(profile, recomputables=profile.recomputables + blocks)
+        else:
+            assert len(machine.stages) < 10, "the search does not end"
+            profile = profile.with_trials(machine.run(wanted))
 
 
 def planned(
@@ -262,4 +267,4 @@ def values(plan: Plan) -> tuple[object, ...]:
 
 def candidate_of(plan: Plan) -> Candidate:
     """Return a plan's choices as the candidate they were tried as."""
-    return Candidate(**{name: getattr(plan, name).value for name in Candidate.__dataclass_fields__})
+    return Candidate(**{name: getattr(plan, name).value for name in SEARCHED})

@@ -7,15 +7,15 @@ from dataclasses import replace
 import pytest
 from simulated_machine import CPU, HEAD, MIB, Machine, measured, values
 
-from trimtab.core.choice import COMPILED_GRAPHS, CUDA_GRAPHS, is_by_compiler
+from trimtab.core.choice import COMPILED_GRAPHS, CUDA_GRAPHS, SplitCheck, is_by_compiler
 from trimtab.core.hardware import DeviceSpec
 from trimtab.core.objective import Budget, Objective, Reference
-from trimtab.core.plan import Plan, SplitCheck
-from trimtab.core.profile import Candidate, Profile
 from trimtab.planner.cost_model import CostModel
 from trimtab.planner.multi_rank_plan import for_replicas
 from trimtab.planner.plan_choice import choose
 from trimtab.planner.rank_profile import profile_for_stage
+from trimtab.plans.plan import Plan
+from trimtab.plans.profile import Candidate, Profile
 
 PEAKS = {"fp32": 1e10, "tf32": 1e11, "bf16": 2e11, "fp16": 2e11}
 GPU = DeviceSpec("an accelerator", "cuda", 2**36, PEAKS, 1e12, "made up")
@@ -127,7 +127,7 @@ def test_where_the_host_holds_up_all_modes_the_one_with_the_fastest_products_is_
     machine = Machine(step_of=held_up)
     profile = measured(machine, total_steps=10_000, **STEP)
     tried = trial_of(machine)
-    assert tried == Candidate("bf16", "keep", False, 64, compiled=True)
+    assert tried == Candidate(64, precision="bf16", compiled=True)
     plan = plan_of(profile)
     assert {"bf16", True} <= set(values(plan))
     assert plan.verified is not None
@@ -140,7 +140,7 @@ def test_where_the_host_holds_up_all_modes_the_one_with_the_fastest_products_is_
 def test_it_is_predicted_for_the_mode_it_was_tried_in_alone():
     profile = measured(Machine(step_of=held_up), total_steps=10_000, **STEP)
     model = CostModel(profile)
-    assert model.predict(Candidate("bf16", "keep", False, 64, compiled=True)).step_s == pytest.approx(0.4)
+    assert model.predict(Candidate(64, precision="bf16", compiled=True)).step_s == pytest.approx(0.4)
     final = profile.stage("final")
     assert {trial.candidate.precision for trial in final if trial.candidate.compiled} == {"bf16"}
 

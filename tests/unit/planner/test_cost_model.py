@@ -11,11 +11,11 @@ from simulated_machine import HEAD, MIB, Machine, measured
 
 from trimtab.core.memory_model import PeakMemoryModel
 from trimtab.core.objective import Budget, Objective
-from trimtab.core.profile import Candidate
 from trimtab.planner.cost_model import CONVOLUTIONS, MARGIN, CostModel
 from trimtab.planner.search_space import priced_candidates
+from trimtab.plans.profile import Candidate
 
-REFERENCE = Candidate("fp32", "keep", False, 64)
+REFERENCE = Candidate(64)
 MEMORY = Objective(time=1, memory=1)
 factors = st.floats(0.5, 3.0)
 

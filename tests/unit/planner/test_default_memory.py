@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 from simulated_machine import MIB, Machine, measured
 
+from trimtab.core.choice import SplitCheck
 from trimtab.core.objective import Budget, Objective, Reference
-from trimtab.core.plan import SplitCheck
-from trimtab.core.profile import OWN_PEAK
 from trimtab.planner.plan_choice import choose
 from trimtab.planner.trial_statistics import CLEARLY_MORE
+from trimtab.plans.profile import OWN_PEAK
 
 ACCUMULATES = Reference(accumulate=4)
 REFUSED = SplitCheck(False, "a layer computes over the batch")

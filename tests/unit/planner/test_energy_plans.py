@@ -13,13 +13,13 @@ from simulated_machine import MIB, Machine, candidate_of, measured, planned
 from trimtab.core.energy_reading import MeterFacts, PowerLimit, Provenance
 from trimtab.core.errors import InfeasibleError, ValueGivenError
 from trimtab.core.objective import Budget, Objective
-from trimtab.core.profile import Trial
 from trimtab.planner import search_space
 from trimtab.planner.cost_model import CostModel
 from trimtab.planner.plan_choice import choose
 from trimtab.planner.selection import decide
 from trimtab.planner.statistics import ratio_interval
 from trimtab.planner.trial_statistics import control_interval, score_ratio
+from trimtab.plans.profile import Trial
 
 LIMIT = PowerLimit("gpu 0", 700.0, 200.0, 700.0)
 METER = MeterFacts(Provenance.MEASURED, ("nvml gpu 0",), 60.0, limits=(LIMIT,))

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trimtab.core.plan import Choice, Effect, MeasuredCost, Plan, Rejected
+from trimtab.core.choice import Choice, Effect, MeasuredCost, Rejected
 from trimtab.planner.statistics import is_gain, ratio_interval
 from trimtab.planner.tuned_plan import (
     PairedTrainingVerdict,
@@ -26,6 +26,8 @@ from trimtab.planner.tuned_plan import (
     judge_rival,
     tried_settings,
 )
+from trimtab.plans.plan import Plan
+from trimtab.settings import unchanged
 
 STEPS = 60
 
@@ -222,12 +224,15 @@ def test_what_was_tried_is_told_whether_it_was_kept_or_not(won):
     assert tried_settings(plan) == ()
     rated = adapt_learning_rate(plan, RateChoice(4.0, "a third of 12x"), 1.0)
     assert tried_settings(rated) == ("learning_rate",)
-    line = replace(Plan.schedule, value="warmup_linear", changed=True)
+    line = replace(unchanged("schedule"), value="warmup_linear", changed=True)
     assert tried_settings(adapt_schedule(rated, replace(rated, schedule=line), verdict, 1.0)) == (
         "learning_rate",
         "schedule",
     )
-    none = replace(plan, dropout=replace(Plan.dropout, value=0.0, changed=True))
+    none = replace(plan, dropout=replace(unchanged("dropout"), value=0.0, changed=True))
     assert tried_settings(adapt_setting("dropout", plan, none, verdict, 1.0)) == ("dropout",)
-    assert tried_settings(replace(plan, dropout=replace(Plan.dropout, reason="not raced: it repeats its data"))) == ()
+    assert (
+        tried_settings(replace(plan, dropout=replace(unchanged("dropout"), reason="not raced: it repeats its data")))
+        == ()
+    )
     assert tried_settings(adapt_setting("optimizer", *planned(), verdict, 1.0))[-1] == "optimizer"

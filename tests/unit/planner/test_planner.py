@@ -9,13 +9,13 @@ import pytest
 from raising import raises
 from simulated_machine import CPU, HEAD, MIB, Machine, candidate_of, measured, planned, values
 
+from trimtab.core.choice import Choice, Effect, SplitCheck
 from trimtab.core.errors import InfeasibleError
 from trimtab.core.objective import Budget, Objective, Reference
-from trimtab.core.plan import Choice, Effect, SplitCheck
-from trimtab.core.profile import Candidate, Trial
 from trimtab.planner.cost_model import CostModel
 from trimtab.planner.plan_choice import choose
 from trimtab.planner.tuned_plan import RateChoice, adapt_learning_rate
+from trimtab.plans.profile import Candidate, Trial
 
 REFUSED = SplitCheck(False, "BatchNorm2d computes over the batch: smaller micro-batches would change its statistics")
 FAST = {"bf16": 1.5, "channels_last": 1.2, "retain": 1.3}
@@ -50,7 +50,7 @@ def test_clear_gains_are_taken_with_their_figures():
 
 def kept_precision(bf16, control) -> Choice:
     """Return the reason for keeping fp32 where bf16 took these seconds in the final; the control resolves about 3%."""
-    whole = Candidate("fp32", "keep", False, 64)
+    whole = Candidate(64)
     half = replace(whole, precision="bf16")
     trials = (
         Trial("modes", whole, (1.0,) * 3, MIB),
@@ -224,7 +224,7 @@ def test_a_loop_that_cannot_run_whole_is_planned_in_slices_of_every_mode():
     stages = list(dict.fromkeys(trial.stage for trial in profile.trials))
     assert stages[:4] == ["modes", "sizes", "modes in slices", "optimizer"]
     grid = itertools.product(("fp32", "bf16"), ("keep", "channels_last"))
-    assert set(CostModel(profile).modes) == {Candidate(*mode, False, 16) for mode in grid}
+    assert set(CostModel(profile).modes) == {Candidate(16, precision=mode[0], memory_layout=mode[1]) for mode in grid}
     plan = choose(profile, Objective(), Budget())
     assert (plan.micro_batch.value, plan.precision.value, plan.baseline) == (16, "bf16", None)
     assert "baseline: not measured" in str(plan)

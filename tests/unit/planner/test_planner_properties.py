@@ -9,14 +9,16 @@ from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from simulated_machine import GPU, MIB, SPLITTABLE, Machine, candidate_of, measured
 
+from trimtab.core.choice import SplitCheck
 from trimtab.core.errors import InfeasibleError
 from trimtab.core.objective import Budget, Cost, Objective
-from trimtab.core.plan import Plan, SplitCheck
-from trimtab.core.profile import Candidate, Profile
 from trimtab.core.serialization import from_json, to_json
 from trimtab.planner.plan_choice import choose
 from trimtab.planner.search_space import WORTH_A_RUN, priced_candidates
 from trimtab.planner.trial_statistics import FREE_SPEED
+from trimtab.plans.plan import Plan
+from trimtab.plans.profile import Candidate, Profile
+from trimtab.settings import SEARCHED
 
 REFUSED = SplitCheck(False, "a module computes over the batch")
 SETTINGS = ("fp32", "tf32", "bf16", "fp16", "channels_last", "retain")
@@ -82,7 +84,7 @@ def test_a_plan_fits_its_budget_says_why_and_is_the_same_from_a_file(machine, fa
         assert all(loser.reason for loser in choice.rejected)
         assert len(set(lost)) == len(lost)
         assert choice.value not in lost
-        if name in Candidate.__dataclass_fields__:
+        if name in SEARCHED:
             own = getattr(profile.reference_candidate, name)
             assert choice.changed == (choice.value != own)
             assert not choice.changed or own in lost

@@ -13,12 +13,12 @@ from trimtab.core.hardware import Link, LinkCalibration
 from trimtab.core.memory_model import PeakMemoryModel
 from trimtab.core.objective import Budget, Objective
 from trimtab.core.parallelism import StepShape
-from trimtab.core.profile import Profile
 from trimtab.distributed.deepspeed_backend import config_of
 from trimtab.planner import zero_stage
 from trimtab.planner.plan_choice import choose_each
 from trimtab.planner.rank_profile import WAYS, RankPeakMemory, profile_for_stage
 from trimtab.planner.zero_stage import StageCost, choose_stage, held_with, stages_text
+from trimtab.plans.profile import Profile
 
 RANKS = 4
 # Ranks of a processor are held against limits with what gloo may hold on top; of an accelerator nothing is.

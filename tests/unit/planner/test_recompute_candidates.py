@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 from simulated_machine import BLOCKS, CPU, Machine, candidate_of, measured, planned
 
+from trimtab.core.choice import SplitCheck
 from trimtab.core.objective import Budget, Objective
-from trimtab.core.plan import SplitCheck
 from trimtab.core.recompute_schedule import schedule_of
 from trimtab.planner.plan_choice import choose
 from trimtab.planner.recompute_candidates import schedules

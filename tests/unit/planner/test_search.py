@@ -7,23 +7,22 @@ from dataclasses import replace
 import pytest
 from simulated_machine import CPU, GPU, HEAD, MIB, SPLITTABLE, Machine, measured
 
+from trimtab.core.choice import SplitCheck
 from trimtab.core.objective import Budget, Objective, Reference
-from trimtab.core.plan import SplitCheck
-from trimtab.core.profile import Candidate, Profile
 from trimtab.core.serialization import from_json, to_json
 from trimtab.planner.plan_choice import choose
 from trimtab.planner.search import (
     STAGES,
     SearchPhase,
-    chunking_refusal,
     is_hurried,
     next_stage,
     next_traces,
-    precision_refusal,
-    retaining_refusal,
 )
+from trimtab.plans.profile import Candidate, Profile
+from trimtab.settings import SETTINGS
+from trimtab.settings.precision import precision_refusal
 
-REFERENCE = Candidate("fp32", "keep", False, 64)
+REFERENCE = Candidate(64)
 REFUSED = SplitCheck(False, "BatchNorm2d computes over the batch: smaller micro-batches would change its statistics")
 MEMORY = Objective(time=1, memory=1)
 
@@ -54,7 +53,7 @@ def test_stages_come_in_order_and_the_final_is_of_what_they_put_first():
     assert {(c.precision, c.memory_layout, c.allocator) for c in modes.candidates} == {
         (p, layout, "retain") for p in ("fp32", "bf16") for layout in ("keep", "channels_last")
     }
-    fast = Candidate("bf16", "channels_last", False, 64, "retain")
+    fast = Candidate(64, precision="bf16", memory_layout="channels_last", allocator="retain")
     assert optimizer.candidates == (fast, replace(fast, fused_optimizer=True))
     assert head.candidates == (fast, replace(fast, loss_chunk=2048), replace(fast, loss_chunk=1024))
     assert by_size.candidates == (fast, replace(fast, micro_batch=16))
@@ -145,7 +144,7 @@ def test_memory_is_retained_on_trial_where_page_faults_leave_something_to_gain(f
     machine = Machine()
     profile = measured(machine, faults_per_step=FAULTS, fault_s=fault_s)
     assert {c.allocator for c in stage_of(machine, "modes").candidates} == {"keep" if figures else "retain"}
-    refusal = retaining_refusal(profile)
+    refusal = SETTINGS["allocator"].refusal(profile)
     assert (None if refusal is None else refusal.code) == ("allocator.few_faults" if figures else None)
     choice = choose(profile, Objective(), Budget()).allocator
     assert (choice.value, choice.changed) == ("keep", False)
@@ -154,8 +153,8 @@ def test_memory_is_retained_on_trial_where_page_faults_leave_something_to_gain(f
 
 def test_waiting_for_data_hides_no_page_faults():
     profile = measured(Machine(), faults_per_step=FAULTS, fault_s=3e-8)
-    assert retaining_refusal(replace(profile, phases_s={"data": 9.0, "forward": 1.0})) is None
-    assert retaining_refusal(replace(profile, phases_s={"forward": 10.0})) is not None
+    assert SETTINGS["allocator"].refusal(replace(profile, phases_s={"data": 9.0, "forward": 1.0})) is None
+    assert SETTINGS["allocator"].refusal(replace(profile, phases_s={"forward": 10.0})) is not None
 
 
 def test_there_is_no_final_where_nothing_is_put_before_the_loop():
@@ -199,11 +198,11 @@ def test_the_reference_precision_is_tried_even_where_it_is_screened():
 
 def test_the_loss_head_is_tried_in_chunks_where_its_logits_weigh():
     profile = measured(Machine(), **HEAD)
-    assert chunking_refusal(profile) is None
-    assert chunking_refusal(measured(Machine())).code == "head.missing"
+    assert SETTINGS["loss_chunk"].refusal(profile) is None
+    assert SETTINGS["loss_chunk"].refusal(measured(Machine())).code == "head.missing"
     few = measured(Machine(), **(HEAD | {"head_words": 256}))
-    assert chunking_refusal(few).code == "head.small_logits"
-    assert "2.2%" in chunking_refusal(few).text
+    assert SETTINGS["loss_chunk"].refusal(few).code == "head.small_logits"
+    assert "2.2%" in SETTINGS["loss_chunk"].refusal(few).text
 
 
 @pytest.mark.parametrize(

@@ -9,11 +9,11 @@ from simulated_machine import CPU, LOOP, MIB, SPLITTABLE
 
 from trimtab.core.choice import Note
 from trimtab.core.objective import Budget, Objective, Reference
-from trimtab.core.profile import Candidate, Profile, Trial
 from trimtab.planner.selection import FinalOutcome, decide
 from trimtab.planner.trial_statistics import control_interval, is_free, reason_unfit
+from trimtab.plans.profile import Candidate, Profile, Trial
 
-REFERENCE = Candidate("fp32", "keep", False, 64)
+REFERENCE = Candidate(64)
 HALF = replace(REFERENCE, precision="bf16")
 TOGETHER = replace(HALF, memory_layout="channels_last")
 STEADY = (1.0, 1.005, 0.995, 1.0, 1.0)  # resolves about half a percent

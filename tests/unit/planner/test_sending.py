@@ -10,8 +10,8 @@ from raising import raises
 from trimtab.core.errors import ValueGivenError
 from trimtab.core.hardware import Link, LinkCalibration
 from trimtab.core.parallelism import StepShape
-from trimtab.core.plan import Plan
 from trimtab.planner.multi_rank_plan import WORTH, for_replicas, ways_to_send, with_fastest_communication
+from trimtab.plans.plan import Plan
 
 SHAPE = StepShape(0.01, 0.02, 0.001, (2**20,) * 8, (1.0,) * 8)
 

@@ -16,11 +16,11 @@ from test_compile_policy import GPU
 from trimtab.core.choice import COMPILED_GRAPHS, CUDA_GRAPHS, is_by_compiler, is_recorded
 from trimtab.core.memory_model import PeakMemoryModel
 from trimtab.core.objective import Budget, Objective, Reference
-from trimtab.core.plan import Plan
-from trimtab.core.profile import Candidate, Profile, TracedCandidate
 from trimtab.planner.compile_policy import is_promising, to_compile
 from trimtab.planner.cost_model import CostModel
 from trimtab.planner.plan_choice import choose
+from trimtab.plans.plan import Plan
+from trimtab.plans.profile import Candidate, Profile, TracedCandidate
 
 GB = 10**9
 PEAKS = {"fp32": 5e13, "tf32": 4e14, "bf16": 8e14, "fp16": 8e14}
@@ -114,7 +114,7 @@ def test_a_peak_that_no_trace_tells_is_told_at_other_sizes_and_never_too_low(way
     assert tried == ({2} if limit < 5 else {32})
     model = CostModel(profile)
     for rows, chunk in ((1, None), (2, None), (4, None), (8, None), (32, None), (4, 512), (32, 8192)):
-        each = Candidate("bf16", "keep", True, rows, loss_chunk=chunk, compiled=way)
+        each = Candidate(rows, precision="bf16", fused_optimizer=True, loss_chunk=chunk, compiled=way)
         if chunk and not any(trial.candidate.loss_chunk == chunk for trial in profile.stage("head")):
             continue
         told, true = model.predict(each).peak_bytes, machine.peak_bytes(each)
@@ -129,7 +129,7 @@ def test_a_recorded_step_of_another_size_is_not_told_shorter_than_it_is(way):
     profile, _ = planned(machine, 4.5)
     model = CostModel(profile)
     for rows in (1, 2, 4, 32):
-        each = Candidate("bf16", "keep", True, rows, compiled=way)
+        each = Candidate(rows, precision="bf16", fused_optimizer=True, compiled=way)
         told, true = model.predict(each).step_s, machine.step_s("final", each)
         assert told is not None
         assert 0.98 * true <= told <= (1.6 if rows < 4 else 4) * true

@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from trimtab.core.profile import Candidate, Trial
 from trimtab.planner.trial_statistics import MIN_BLOCKS, has_lost, ratio_by_longest, still_open
+from trimtab.plans.profile import Candidate, Trial
 
-WHOLE = Candidate("fp32", "keep", False, 8)
+WHOLE = Candidate(8)
 NAMES = ("fp32", "tf32", "bf16", "fp16")
 LAPS, STAGES = 9, 400
 
@@ -24,7 +24,7 @@ class Arm:
 
 
 def arm(*seconds, precision="fp32", **others):
-    return Arm(Candidate(precision, "keep", False, 8), list(seconds), **others)
+    return Arm(Candidate(8, precision=precision), list(seconds), **others)
 
 
 def test_where_a_stage_orders_the_incumbent_may_lose_as_any_other():
@@ -71,7 +71,7 @@ def simulate(times, noise, rng, laps=LAPS, *, ends_early=False):
 
     One block of twenty is disturbed, up to twice as long.
     """
-    arms = [Arm(Candidate(name, "keep", False, 8)) for name, _ in zip(NAMES, times, strict=False)]
+    arms = [Arm(Candidate(8, precision=name)) for name, _ in zip(NAMES, times, strict=False)]
     running, spent = list(arms), 0.0
     for lap in range(laps):
         drift = rng.lognormvariate(0, 0.05)

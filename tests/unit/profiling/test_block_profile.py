@@ -15,14 +15,14 @@ from torch import nn
 
 import trimtab
 from trimtab.core.errors import ValueGivenError
-from trimtab.core.plan import Plan
-from trimtab.core.profile import Candidate
 from trimtab.core.recompute_schedule import KeptBlock, to_notation
 from trimtab.core.serialization import from_json, to_json
 from trimtab.planner import search
 from trimtab.planner.plan_choice import choose
 from trimtab.planner.recompute_cost import keep_all, predict
 from trimtab.planner.recompute_solver import optimal
+from trimtab.plans.plan import Plan
+from trimtab.plans.profile import Candidate
 from trimtab.profiling import block_profile, profiler
 from trimtab.profiling.block_profile import line_through, measure_recomputable, measure_seconds, num_steps
 from trimtab.profiling.training_loop import TrainingLoop
@@ -49,7 +49,7 @@ def test_recurrent_layers_whose_memory_no_tensor_shows_recompute_nothing():
     model = Recurrent()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     subject = TrainingLoop(model, optimizer, lambda m, x: m(x).square().mean(), torch.randn(8, 4, 8))
-    found = measure_recomputable(subject, Candidate("fp32", "keep", False, 8))
+    found = measure_recomputable(subject, Candidate(8))
     assert found.code == "recompute.recurrent"
     assert "LSTM" in found.refusal
     assert found.whole is None
@@ -86,7 +86,7 @@ def measured():
     subject = subject_of()
     before = fingerprint(subject.model, subject.optimizer)
     with LoopState(subject.model, subject.optimizer):
-        found = measure_recomputable(subject, Candidate("fp32", "keep", False, 512))
+        found = measure_recomputable(subject, Candidate(512))
     assert fingerprint(subject.model, subject.optimizer) == before
     return subject, found
 
@@ -107,7 +107,7 @@ def test_peaks_are_those_that_are_counted(micro_batch):
     limited = optimal(chain.stages, int(0.8 * whole))
     assert limited is not None
     for schedule in (keep_all(L + 1), in_part, limited):
-        candidate = Candidate("fp32", "keep", False, micro_batch, recompute=to_notation(schedule[:-1]))
+        candidate = Candidate(micro_batch, recompute=to_notation(schedule[:-1]))
         with subject.start(candidate) as run:
             # Forwards 1, 2, 4, 8, ... of a block are compared with their recomputation, which takes up to 80 KB.
             # After four steps, neither this schedule nor one that shares blocks with it compares in the next step.
@@ -129,7 +129,7 @@ def test_seconds_are_those_of_a_micro_batch_whatever_its_rows(monkeypatch, micro
     # Of two turns, as brief trials have, a median is a mean: here as many as L blocks get.
     monkeypatch.setattr(block_profile, "_MEASURING_S", MEASURING_S * blocks / L)
     subject = subject_of(blocks=blocks, wait_s=0.02)
-    found = measure_recomputable(subject, Candidate("fp32", "keep", False, micro_batch), splits=splits)
+    found = measure_recomputable(subject, Candidate(micro_batch), splits=splits)
     for rows in (512, 256, 64):
         chain, waited_s = found.whole.at(rows), 0.02 if splits else 0.02 * rows / 512
         for stage in chain.stages[:-1]:
@@ -151,11 +151,11 @@ def test_blocks_with_batch_statistics_may_be_kept_in_part():
     subject = TrainingLoop(
         model, torch.optim.SGD(model.parameters(), lr=0.1), lambda m, b: m(b[0]).square().mean(), batch
     )
-    found = measure_recomputable(subject, Candidate("fp32", "keep", False, 512), splits=False)
+    found = measure_recomputable(subject, Candidate(512), splits=False)
     chain = found.whole.at(512)
     assert all(stage.part is not None for stage in chain.stages[:-1])
     schedule = (*(KeptBlock(index, in_part=True) for index in range(L)), KeptBlock(L))
-    with subject.start(Candidate("fp32", "keep", False, 512, recompute=to_notation(schedule[:-1]))) as run:
+    with subject.start(Candidate(512, recompute=to_notation(schedule[:-1]))) as run:
 
         def step():
             run.train_step(run.window(subject.batch), subject.loss_fn)
@@ -168,14 +168,14 @@ def test_blocks_with_batch_statistics_may_be_kept_in_part():
 
 
 def test_a_block_that_writes_over_what_is_kept_is_not_kept_in_part():
-    found = measure_recomputable(subject_of(inplace=True), Candidate("fp32", "keep", False, 512))
+    found = measure_recomputable(subject_of(inplace=True), Candidate(512))
     assert all(stage.part is None for stage in found.whole.many.stages)
 
 
 def test_what_cannot_be_recomputed_says_why():
     def refusal(model, rows=8, loss=lambda m, b: m(b).sum()):
         subject = TrainingLoop(model, torch.optim.SGD(model.parameters(), lr=0.1), loss, torch.randn(rows, 4))
-        return measure_recomputable(subject, Candidate("fp32", "keep", False, rows)).refusal
+        return measure_recomputable(subject, Candidate(rows)).refusal
 
     blocks = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(3)))
     assert "no blocks" in refusal(nn.Linear(4, 2))
@@ -305,7 +305,7 @@ def test_noise_makes_nothing_free(monkeypatch, splits):
         model, torch.optim.SGD(model.parameters(), lr=0.1), lambda m, b: m(b).sum(), torch.randn(16, 4)
     )
     given = {"splits": splits, "forward_s": 0.4}
-    step_s, (whole, part) = measure_seconds(subject, Candidate("fp32", "keep", False, 8), [(), ()], **given)
+    step_s, (whole, part) = measure_seconds(subject, Candidate(8), [(), ()], **given)
     assert step_s == 1.0
     for rows in (8, 4, 1):
         assert whole.at(rows) == pytest.approx(0.5 * 0.4 * rows / 8)

@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import nn
 
-from trimtab.core.profile import Candidate
+from trimtab.plans.profile import Candidate
 from trimtab.profiling.cuda_graph_proof import replay_refusal
 from trimtab.profiling.training_loop import TrainingLoop
-from trimtab.settings.compiled import CompiledCall
+from trimtab.techniques.compiled_call import CompiledCall
 
-CANDIDATE = Candidate("fp32", "keep", False, 4, compiled="cuda_graphs")
+CANDIDATE = Candidate(4, compiled="cuda_graphs")
 
 
 def squared(found):

@@ -14,8 +14,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 
 import trimtab
 from trimtab.core.errors import BatchError, LoopError, LossError, ModelError, ValueGivenError
-from trimtab.core.plan import Plan
 from trimtab.distributed import backend_selection
+from trimtab.plans.plan import Plan
 from trimtab.profiling.gradient_equivalence import require_own_forward
 from trimtab.profiling.training_loop import TrainingLoop
 

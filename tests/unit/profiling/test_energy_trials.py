@@ -16,12 +16,12 @@ from trimtab import Metering
 from trimtab.core.energy_reading import Provenance
 from trimtab.core.errors import ValueGivenError
 from trimtab.core.objective import Budget, Objective
-from trimtab.core.profile import ALONE, Candidate
 from trimtab.energy import energy_meter, meter_selection
 from trimtab.energy.energy_meter import MeterLost
 from trimtab.measure import machine
 from trimtab.planner.plan_choice import choose
 from trimtab.planner.search import SearchPhase
+from trimtab.plans.profile import ALONE, Candidate
 from trimtab.profiling import trials
 from trimtab.profiling.training_loop import TrainingLoop
 from trimtab.profiling.trials import TrialPower
@@ -86,7 +86,7 @@ def test_every_whole_trial_has_its_watts_where_energy_is_weighed():
     assert choose(found, found.objective, found.budget).baseline.energy_j is not None
 
 
-WHOLE = Candidate("fp32", "keep", False, ROWS)
+WHOLE = Candidate(ROWS)
 FUSED = replace(WHOLE, fused_optimizer=True)
 
 

@@ -9,10 +9,10 @@ from torch.nn import functional as F
 
 import trimtab
 from trimtab.core.errors import LossError, ModelError, TrimtabError
-from trimtab.core.plan import Plan
-from trimtab.core.profile import Profile
 from trimtab.core.serialization import from_json, to_json
 from trimtab.planner.plan_choice import choose
+from trimtab.plans.plan import Plan
+from trimtab.plans.profile import Profile
 from trimtab.profiling import block_profile, candidate_traces, profiler, smoke_test, step_counts, trials
 from trimtab.profiling.step_counts import SoftmaxDetector
 
@@ -122,7 +122,7 @@ def test_notes_are_kept_in_files():
     assert from_json(Plan, to_json(plan)).notes == plan.notes != ()
 
 
-@pytest.mark.parametrize("name", ["device_spec", "next_stage", "unchanged_by"])
+@pytest.mark.parametrize("name", ["device_spec", "next_measurement", "unchanged_by"])
 def test_any_other_failure_is_a_typed_error_with_its_cause(monkeypatch, name):
     monkeypatch.setattr(profiler, name, fail)
     with pytest.raises(ModelError) as caught:

@@ -7,17 +7,17 @@ from dataclasses import replace
 
 import pytest
 
+from trimtab.core.choice import SplitCheck
 from trimtab.core.hardware import DeviceSpec
 from trimtab.core.objective import Budget, Objective
-from trimtab.core.plan import SplitCheck
-from trimtab.core.profile import Candidate, LoopFacts, Profile
 from trimtab.planner.search import SearchPhase
 from trimtab.planner.selection import decide
+from trimtab.plans.profile import Candidate, LoopFacts, Profile
 from trimtab.profiling import trials
 
 CPU = DeviceSpec("a processor", "cpu", None, {}, None, "made up", 4)
 FACTS = LoopFacts(10, 10, 40, "SGD", 64, 64, "rows", None, True, True, False, "contiguous")
-WHOLE = Candidate("fp32", "keep", False, 64)
+WHOLE = Candidate(64)
 RIVALS = (
     replace(WHOLE, precision="bf16"),
     replace(WHOLE, memory_layout="channels_last"),

@@ -14,7 +14,7 @@ from state_digest import fingerprint
 from torch import nn
 
 import trimtab
-from trimtab.core.profile import Candidate
+from trimtab.plans.profile import Candidate
 from trimtab.profiling import smoke_test
 from trimtab.profiling.smoke_test import DONE, LATE, RAISED, can_fork, end_of
 from trimtab.profiling.training_loop import TrainingLoop
@@ -80,8 +80,8 @@ def test_where_the_incumbents_own_rows_do_not_come_to_their_end_nothing_is_told_
     subject = TrainingLoop(
         model, torch.optim.SGD(model.parameters(), lr=0.1), lambda m, b: m(b).mean(), torch.randn(8, 4)
     )
-    candidates = [Candidate(precision, "keep", False, 8) for precision in ("bf16", "fp16", "tf32")]
-    guard = smoke_test.CrashTest(subject, Candidate("fp32", "keep", False, 8))
+    candidates = [Candidate(8, precision=precision) for precision in ("bf16", "fp16", "tf32")]
+    guard = smoke_test.CrashTest(subject, Candidate(8))
     said = [guard.refusal(each) for each in candidates]  # after a late one nobody is waited for any more
     assert [each and each.code for each in said] == ["trial.crashed" if of_incumbent == DONE else None, None, None]
     assert all("SIGSEGV" in each.text for each in said if each)
@@ -100,7 +100,7 @@ def test_a_batch_that_cannot_be_split_goes_whole():
     batch.number = torch.tensor(8)
     model = nn.Linear(4, 1)
     subject = TrainingLoop(model, torch.optim.SGD(model.parameters(), lr=0.1), lambda m, b: m(b.rows).mean(), batch)
-    assert smoke_test.CrashTest(subject, Candidate("fp32", "keep", False, 8))._few.rows == 8
+    assert smoke_test.CrashTest(subject, Candidate(8))._few.rows == 8
 
 
 def test_what_it_changes_and_says_is_its_own(capfd):

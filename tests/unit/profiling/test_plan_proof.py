@@ -17,14 +17,15 @@ from torch.nn import functional as F
 import trimtab
 from trimtab import Summed
 from trimtab.core.errors import InfeasibleError
-from trimtab.core.profile import Candidate
 from trimtab.nn import LossHead
+from trimtab.plans.profile import Candidate
 from trimtab.profiling import plan_proof
-from trimtab.profiling.plan_proof import SETTINGS, prove, refuted_settings
+from trimtab.profiling.plan_proof import prove, refuted_settings
 from trimtab.profiling.training_loop import TrainingLoop
-from trimtab.settings import optimizers
+from trimtab.settings import SEARCHED
 from trimtab.state.loop_state import LoopState
 from trimtab.state.peak_memory import peak_growth
+from trimtab.techniques import optimizers
 from trimtab.training import accumulation, run
 
 ROWS, WORDS = 8, 29
@@ -99,7 +100,7 @@ def images():
     return TrainingLoop(model, optimizer, lambda model, batch: F.cross_entropy(model(batch[0]), batch[1]), batch)
 
 
-REFERENCE = Candidate("fp32", "keep", False, ROWS)
+REFERENCE = Candidate(ROWS)
 VALUES = {
     "micro_batch": 3,
     "recompute": "every_block",
@@ -140,7 +141,7 @@ def test_a_right_application_holds(setting):
 def test_all_settings_together_hold_in_both_precisions():
     proof = prove(text(), EVERYTHING, REFERENCE)
     assert proof.holds, proof.reason
-    assert proof.settings == tuple(name for name in SETTINGS if name in VALUES)
+    assert proof.settings == tuple(name for name in SEARCHED if name in VALUES)
     assert proof.precisions == ("fp32", "bf16")
 
 
@@ -373,11 +374,11 @@ def test_sums_divided_by_the_first_count_are_caught(monkeypatch):
 
 
 def test_recomputation_with_other_masks_is_caught(monkeypatch):
-    from trimtab.settings import recompute
+    from trimtab.techniques import activation_checkpointing
 
-    checkpoint = recompute.checkpoint
+    checkpoint = activation_checkpointing.checkpoint
     monkeypatch.setattr(
-        recompute,
+        activation_checkpointing,
         "checkpoint",
         lambda *args, **options: checkpoint(*args, **(options | {"preserve_rng_state": False})),
     )

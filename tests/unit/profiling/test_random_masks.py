@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from trimtab.core.profile import Candidate
+from trimtab.plans.profile import Candidate
 from trimtab.profiling.gradient_equivalence import check_splitting
 from trimtab.profiling.plan_proof import prove
 from trimtab.profiling.training_loop import TrainingLoop
@@ -93,8 +93,8 @@ def test_a_layer_is_proved_as_it_trains_whatever_its_name(layer):
 
 @pytest.mark.parametrize("layer", [DropBlockNorm, DropMean, GatedByProbability])
 def test_a_plan_is_proved_with_such_a_layer_in_training_mode(layer):
-    reference = Candidate("fp32", "keep", False, ROWS)
-    proof = prove(subject_of(layer()), Candidate("fp32", "keep", False, 2), reference)
+    reference = Candidate(ROWS)
+    proof = prove(subject_of(layer()), Candidate(2), reference)
     assert (proof.holds, proof.code) == (False, "proof.differs")
 
 
@@ -374,6 +374,6 @@ def test_masks_of_single_samples_are_no_obstacle(layer):
 @pytest.mark.parametrize("layer", [DropPath, OwnProbability, nn.Dropout])
 @pytest.mark.parametrize("changed", [{"micro_batch": 2}, {"fused_optimizer": True}, {"recompute": "every_block"}])
 def test_a_plan_is_proved_with_masks_of_single_samples(layer, changed):
-    reference = Candidate("fp32", "keep", False, ROWS)
+    reference = Candidate(ROWS)
     proof = prove(subject_of(layer()), Candidate(**{**vars(reference), **changed}), reference)
     assert (proof.holds, proof.code) == (True, "proof.holds"), proof.reason

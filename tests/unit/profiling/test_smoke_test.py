@@ -10,13 +10,13 @@ from call_counts import OutOfReach
 from state_digest import fingerprint
 from torch import nn
 
-from trimtab.core.profile import Candidate
 from trimtab.planner.search import SearchPhase
+from trimtab.plans.profile import Candidate
 from trimtab.profiling import smoke_test, trials
 from trimtab.profiling.training_loop import TrainingLoop
 
 ROWS = 128
-FP32 = Candidate("fp32", "keep", False, ROWS)
+FP32 = Candidate(ROWS)
 BF16 = replace(FP32, precision="bf16")
 
 

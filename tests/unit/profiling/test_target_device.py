@@ -13,10 +13,10 @@ from torch import nn
 import trimtab
 from trimtab.core.errors import InfeasibleError, ModelError, ValueGivenError
 from trimtab.core.hardware import DeviceSpec, absent_device
-from trimtab.core.profile import Candidate
 from trimtab.measure.fake_tensors import FakeTensors
 from trimtab.measure.memory_trace import trace_step
 from trimtab.planner.target_device_candidates import recorded_candidates, recorded_traces, traced_for
+from trimtab.plans.profile import Candidate
 from trimtab.profiling.candidate_traces import trace_elsewhere
 from trimtab.profiling.target_device import profile_elsewhere
 from trimtab.tasks.language_modelling import next_token_loss
@@ -140,7 +140,7 @@ def test_nothing_of_the_loop_is_touched():
 @pytest.mark.parametrize("chunk", [128, 64])
 def test_peaks_are_those_of_a_trace_at_any_size(precision, chunk):
     model, optimizer, loss_fn, batch = loop()
-    both = [Candidate(each, "keep", True, ROWS, loss_chunk=chunk) for each in ("fp32", "bf16")]
+    both = [Candidate(ROWS, precision=each, fused_optimizer=True, loss_chunk=chunk) for each in ("fp32", "bf16")]
     found = trace_elsewhere(model, optimizer, loss_fn, batch, both)
     (traced,) = (each for each in found if each.candidate.precision == precision)
     model.head.chunk_rows = chunk

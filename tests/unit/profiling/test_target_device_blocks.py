@@ -14,8 +14,6 @@ from torch import nn
 import trimtab
 from trimtab.core.errors import InfeasibleError, ValueGivenError
 from trimtab.core.hardware import absent_device
-from trimtab.core.plan import Plan
-from trimtab.core.profile import Candidate, Profile, TracedBlocks
 from trimtab.core.recompute_schedule import EVERY_BLOCK, schedule_of
 from trimtab.core.serialization import from_json, to_json
 from trimtab.measure import fake_tensors
@@ -25,12 +23,14 @@ from trimtab.planner.cost_model import seconds_of, step_seconds
 from trimtab.planner.recompute_candidates import peak_bytes
 from trimtab.planner.recompute_cost import keep_all, predict
 from trimtab.planner.target_device_candidates import recorded_blocks, recorded_traces, traced_for, with_blocks
+from trimtab.plans.plan import Plan
+from trimtab.plans.profile import Candidate, Profile, TracedBlocks
 from trimtab.profiling.candidate_traces import HERE, two_sizes
 from trimtab.profiling.target_device import profile_elsewhere, trace_blocks
-from trimtab.settings.precision import autocast
-from trimtab.settings.recompute import use_schedule
 from trimtab.tasks.language_modelling import next_token_loss
 from trimtab.tasks.models.gpt import GPT, GPTShape
+from trimtab.techniques.activation_checkpointing import use_schedule
+from trimtab.techniques.mixed_precision import autocast
 
 L4 = absent_device("L4")
 pytestmark = pytest.mark.usefixtures("brief_trials")
@@ -60,7 +60,7 @@ def normalised():
 
 @functools.cache
 def traced(precision):
-    found = trace_blocks(*loop(), Candidate(precision, "keep", False, ROWS))
+    found = trace_blocks(*loop(), Candidate(ROWS, precision=precision))
     assert isinstance(found, TracedBlocks)
     return found
 
@@ -97,7 +97,7 @@ def test_without_torchs_own_engine_blocks_are_planned_whole_or_not_at_all(monkey
     before = trimtab.plan(*loop(), device=L4)
     monkeypatch.setattr(fake_tensors, "_ENGINE", None)
     assert trimtab.plan(*loop(), device=L4).predicted == before.predicted
-    assert "different number of tensors" in trace_blocks(*loop(), Candidate("fp32", "keep", False, ROWS))
+    assert "different number of tensors" in trace_blocks(*loop(), Candidate(ROWS))
 
 
 def planned(make, **given):

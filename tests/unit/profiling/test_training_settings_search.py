@@ -16,9 +16,9 @@ from state_digest import fingerprint
 from torch import nn
 
 import trimtab
+from trimtab.core.choice import MeasuredCost
 from trimtab.core.errors import ModelError, OptimizerError, ValueGivenError
 from trimtab.core.objective import Budget
-from trimtab.core.plan import MeasuredCost, Plan
 from trimtab.planner.tuned_plan import (
     PairedTrainingVerdict,
     RatePoint,
@@ -27,6 +27,7 @@ from trimtab.planner.tuned_plan import (
     adapt_setting,
     within_limits,
 )
+from trimtab.plans.plan import Plan
 from trimtab.profiling import training_settings_search
 from trimtab.profiling.training_loop import TrainingLoop
 from trimtab.profiling.training_settings_search import range_test, short_race

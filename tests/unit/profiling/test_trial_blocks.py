@@ -11,15 +11,15 @@ import torch
 from torch import nn
 
 from trimtab.core.choice import Note
-from trimtab.core.profile import Candidate, Trial
 from trimtab.planner.search import SearchPhase
 from trimtab.planner.trial_statistics import MIN_BLOCKS, speed_ratio
+from trimtab.plans.profile import Candidate, Trial
 from trimtab.profiling import trials
 from trimtab.profiling.training_loop import TrainingLoop
 from trimtab.state import process_state
 
 NO_MEMORY = Note("trial.out_of_memory", "out of memory")
-WHOLE = Candidate("fp32", "keep", False, 8)
+WHOLE = Candidate(8)
 HALF, QUARTER = replace(WHOLE, micro_batch=4), replace(WHOLE, micro_batch=2)
 
 

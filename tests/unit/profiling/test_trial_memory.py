@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 import trimtab
-from trimtab.core.profile import Candidate
 from trimtab.planner.search import SearchPhase
+from trimtab.plans.profile import Candidate
 from trimtab.profiling import trials
 from trimtab.profiling.training_loop import TrainingLoop
 from trimtab.state.peak_memory import peak_bytes
@@ -123,7 +123,7 @@ def test_a_batch_nested_in_any_way_is_counted_once():
     model, optimizer, _ = deep(lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, foreach=False))
     x = torch.randn(2, 512, 1024)
     subject = TrainingLoop(model, optimizer, lambda model, b: model(b["x"][:, :, 0]).mean(), UserDict(x=x, again=x))
-    candidate = Candidate("fp32", "keep", False, 2)
+    candidate = Candidate(2)
     (trial,) = trials.run_stage(subject, SearchPhase("final", (candidate,), accepts=True), 1, lambda text: None)
     assert trial.peak_bytes == pytest.approx(FLOAT * (3 * numel(model) + x.numel()), rel=0.01)
 

@@ -9,10 +9,10 @@ from recipe_tasks import CPU, ROWS, batches, make_task, modes_of_a_loop, sgd, we
 
 from trimtab.core.batch_rule import warmup_linear
 from trimtab.core.errors import ValueGivenError
-from trimtab.core.plan import Plan
 from trimtab.experiments.baselines.strong import StrongLoop
 from trimtab.experiments.paired_runs.plan_loops import TunedRecipePlanLoop
 from trimtab.losses import mean_of
+from trimtab.plans.plan import Plan
 from trimtab.tasks import BUILT_IN, StrongRecipe, load_task
 
 

@@ -8,7 +8,7 @@ from torch import nn
 
 import trimtab
 from trimtab.core.errors import ModelError, ValueGivenError
-from trimtab.core.plan import Plan
+from trimtab.plans.plan import Plan
 from trimtab.settings.dropout import dropout_modules, use_dropout
 from trimtab.tasks.models.gpt import GPT, GPTShape
 

@@ -10,10 +10,10 @@ from raising import raises
 from torch import Tensor, nn
 
 import trimtab
-from trimtab.checkpoint.compatibility import world_of
+from trimtab.checkpoint.compatibility import changes, world_of
 from trimtab.core.errors import OptimizerError, ValueGivenError
-from trimtab.core.plan import Plan
 from trimtab.integrations.trainer_rules import checked_plan
+from trimtab.plans.plan import Plan
 from trimtab.settings.weight_decay import use_weight_decay
 from trimtab.tasks.models.gpt import GPT, GPTShape
 
@@ -135,12 +135,13 @@ def test_a_host_launches_no_graphs(way, without):
     assert checked_plan(same, "the Trainer") is same
 
 
-def test_a_run_that_was_kept_before_plans_had_it_goes_on():
-    """What was saved then says nothing of it; a plan that leaves it to the loop is the same plan."""
+def test_a_run_that_was_kept_before_plans_had_the_setting_goes_on():
     model, optimizer = made()
-    left, planned = (world_of(model, optimizer, plan, ["cpu"])["plan"] for plan in (Plan.fixed(4), PLANNED))
-    assert "weight_decay" not in left
-    assert "weight_decay=0.5" in planned
+    left, planned = (world_of(model, optimizer, plan, ["cpu"]) for plan in (Plan.fixed(4), PLANNED))
+    before = left | {"plan": left["plan"].replace("weight_decay=None, ", "")}
+    assert before != left
+    assert changes(before, left) == {}
+    assert changes(before, planned).keys() == changes(left, planned).keys() == {"plan"}
 
 
 def test_groups_that_come_and_go_are_left():

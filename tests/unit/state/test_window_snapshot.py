@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import trimtab
-from trimtab.core.plan import Plan
+from trimtab.plans.plan import Plan
 from trimtab.training import window_snapshot
 from trimtab.training.window_snapshot import WindowSnapshot
 

@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from benchmarks.paper.cifar10 import augment
-from trimtab.core.plan import Effect
+from trimtab.core.choice import Effect
 from trimtab.tasks import DataSource, TaskData
 from trimtab.tasks import placement as placement_module
 from trimtab.tasks.placement import place_data, placement, prefetch

@@ -14,7 +14,7 @@ from torch.utils.data import default_collate
 
 import trimtab
 from trimtab.core.errors import BatchError
-from trimtab.core.plan import Plan
+from trimtab.plans.plan import Plan
 from trimtab.training.batch import BY_CONTAINERS, samples_at, to_device
 
 Point = namedtuple("Point", ["x", "y"])

@@ -19,11 +19,12 @@ from trimtab.adaptive_batch.gradient_noise_scale import NoiseAverage
 from trimtab.adaptive_batch.noise_probes import FRESH, LIMIT, PAUSE, REVIEW, OverheadBudget
 from trimtab.adaptive_batch.step_time_model import MIN_WINDOWS, SKIPPED, UsualWindow
 from trimtab.core.batch_rule import BatchRule
+from trimtab.core.choice import Choice, Effect, SplitCheck
 from trimtab.core.errors import MemoryLimitError, UsageError
-from trimtab.core.plan import Choice, Effect, Plan, SplitCheck
 from trimtab.losses import Summed
 from trimtab.measure.gradient_norms import GradientNorms
 from trimtab.measure.timing import AsyncScalar, OverheadTimer, StepTimeStamps
+from trimtab.plans.plan import Plan
 from trimtab.training.accumulation import WindowWeights
 from trimtab.training.batch_size_controller import BatchSizeController
 from trimtab.training.metadata_exchange import SingleProcessExchange

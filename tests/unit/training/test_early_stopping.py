@@ -13,7 +13,7 @@ from torch import nn
 
 import trimtab
 from trimtab.core.errors import UsageError
-from trimtab.core.plan import Plan
+from trimtab.plans.plan import Plan
 from trimtab.training.early_stopping import EarlyStopping
 
 

@@ -7,10 +7,10 @@ import torch
 from torch import nn
 
 import trimtab
-from trimtab.core.plan import Plan
 from trimtab.core.recompute_schedule import schedule_of
-from trimtab.settings import memory_layout, optimizers, recompute
-from trimtab.settings.recompute import use_schedule
+from trimtab.plans.plan import Plan
+from trimtab.techniques import activation_checkpointing, memory_format, optimizers
+from trimtab.techniques.activation_checkpointing import use_schedule
 
 ROWS = 4
 MOST = 40  # more conversions than there are
@@ -53,11 +53,11 @@ def look(model, optimizer):
 
 
 PLACES = {
-    "a tensor laid out": (memory_layout, "_align_grad", {"memory_layout": "channels_last"}),
-    "a state tensor": (memory_layout, "_with_strides", {"memory_layout": "channels_last"}),
+    "a tensor laid out": (memory_format, "_align_grad", {"memory_layout": "channels_last"}),
+    "a state tensor": (memory_format, "_with_strides", {"memory_layout": "channels_last"}),
     "a step counter moved": (optimizers, "_move_steps", {"fused_optimizer": True}),
     "state aligned for the fused step": (optimizers, "align_state", {"fused_optimizer": True}),
-    "the last alignment": (memory_layout, "align_state", {"memory_layout": "channels_last", "fused_optimizer": True}),
+    "the last alignment": (memory_format, "align_state", {"memory_layout": "channels_last", "fused_optimizer": True}),
 }
 
 
@@ -96,9 +96,9 @@ def test_blocks_that_are_made_to_recompute_half_way_are_put_back(monkeypatch, n,
     """A segment of three, which the model has hooks for, and a block alone."""
     model = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(4))
     before = classes_and_hooks(model)
-    failing = Fails(recompute._swapped, n, error)
+    failing = Fails(activation_checkpointing._swapped, n, error)
     with monkeypatch.context() as patch:
-        patch.setattr(recompute, "_swapped", failing)
+        patch.setattr(activation_checkpointing, "_swapped", failing)
         with pytest.raises(error, match="the n-th conversion"):
             use_schedule(model, ["0", "1", "2", "3"], schedule_of("(0-2) (3)", 4))
     assert classes_and_hooks(model) == before

@@ -11,8 +11,8 @@ from torch import nn
 
 import trimtab
 from trimtab.core.errors import LoopError
-from trimtab.core.plan import Plan
 from trimtab.losses import Summed
+from trimtab.plans.plan import Plan
 from trimtab.training.run import Run
 
 ROWS = 6

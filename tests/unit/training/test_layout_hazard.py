@@ -9,7 +9,7 @@ from torch import nn
 
 import trimtab
 from trimtab.core.errors import ModelError
-from trimtab.settings.memory_layout import channels_last_hazard
+from trimtab.techniques.memory_format import channels_last_hazard
 
 
 def convolution(channels: int, *, kernel: int = 1, stride: int = 2) -> nn.Sequential:

@@ -11,8 +11,9 @@ from raising import raises
 from torch import nn
 
 import trimtab
+from trimtab.core.choice import SplitCheck
 from trimtab.core.errors import LoopError
-from trimtab.core.plan import Plan, SplitCheck
+from trimtab.plans.plan import Plan
 from trimtab.training.backend import UserBackend
 from trimtab.training.metadata_exchange import SingleProcessExchange
 from trimtab.training.run import Run

@@ -15,8 +15,9 @@ from tqdm import tqdm
 
 import trimtab
 from trimtab.checkpoint.config import Checkpoints
-from trimtab.core.plan import Plan, SplitCheck
+from trimtab.core.choice import SplitCheck
 from trimtab.losses import Summed
+from trimtab.plans.plan import Plan
 
 ROWS = 8
 

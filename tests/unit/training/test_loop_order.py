@@ -15,8 +15,8 @@ from torch import nn
 
 import trimtab
 from trimtab.core.errors import LoopError, LossError
-from trimtab.core.plan import Plan
 from trimtab.losses import Summed
+from trimtab.plans.plan import Plan
 from trimtab.training.window import ForwardRecorder
 
 ROWS, MICRO = 5, 2  # three micro-batches

@@ -10,8 +10,8 @@ from raising import raises
 
 import trimtab
 from trimtab.core.errors import LossError, UsageError
-from trimtab.core.plan import Plan
 from trimtab.losses import Summed, as_loss
+from trimtab.plans.plan import Plan
 from trimtab.training.accumulation import WindowWeights
 
 

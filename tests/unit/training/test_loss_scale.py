@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import trimtab
-from trimtab.core.plan import Plan
+from trimtab.plans.plan import Plan
 
 ROWS = 4
 FIRST = 2.0**16

@@ -11,9 +11,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import trimtab
 from trimtab.core.batch_rule import BatchRule
-from trimtab.core.plan import Plan
 from trimtab.losses import Summed
 from trimtab.measure.timing import AsyncScalar
+from trimtab.plans.plan import Plan
 from trimtab.training import nonfinite
 from trimtab.training.noise_monitor import NoiseMonitor
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from trimtab.settings.lr_schedule import RateFollower, is_scale_invariant
+from trimtab.techniques.learning_rate import RateFollower, is_scale_invariant
 
 
 def level_after(follower, ratio, windows, decided=None):

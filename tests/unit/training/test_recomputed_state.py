@@ -20,7 +20,7 @@ from torch.func import functional_call
 import trimtab
 from trimtab.core.errors import ModelError
 from trimtab.core.recompute_schedule import schedule_of
-from trimtab.settings.recompute import use_schedule
+from trimtab.techniques.activation_checkpointing import use_schedule
 
 L = 3
 BAG, NOTES = [], {}

@@ -9,9 +9,9 @@ from torch import nn
 
 import trimtab
 from trimtab.core.errors import ValueGivenError
-from trimtab.core.plan import Plan
 from trimtab.core.record import End, Header, RecordWriter, read_record
 from trimtab.losses import Summed
+from trimtab.plans.plan import Plan
 
 
 def loop():

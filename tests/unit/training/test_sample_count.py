@@ -18,7 +18,7 @@ from transformers import BatchEncoding
 
 import trimtab
 from trimtab.core.errors import BatchError
-from trimtab.core.plan import Plan
+from trimtab.plans.plan import Plan
 from trimtab.training.batch import (
     BY_CONTAINERS,
     BatchSplitting,

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from torch.optim.lr_scheduler import ExponentialLR
 
 import trimtab
-from trimtab.core.plan import Plan
-from trimtab.settings.lr_schedule import scaled_rates
+from trimtab.plans.plan import Plan
+from trimtab.techniques.learning_rate import scaled_rates
 
 
 def groups():

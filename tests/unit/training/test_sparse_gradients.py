@@ -10,8 +10,8 @@ from raising import raises
 from torch import nn
 
 import trimtab
-from trimtab.core.plan import Plan
-from trimtab.settings import clip_norm
+from trimtab.plans.plan import Plan
+from trimtab.techniques import gradient_clipping
 
 ROWS, WORDS, WINDOWS = 8, 11, 4
 
@@ -51,7 +51,7 @@ def test_the_norm_is_that_of_the_dense_gradient_beside_others_too():
         torch.manual_seed(0)
         model = nn.Sequential(nn.Embedding(WORDS, 4, sparse=sparse), nn.Linear(4, 2))
         loss_fn(model, batches()[0]).backward()
-        norms += [clip_norm.norm(torch.optim.SGD(part.parameters(), lr=0.1)) for part in (model, model[0])]
+        norms += [gradient_clipping.norm(torch.optim.SGD(part.parameters(), lr=0.1)) for part in (model, model[0])]
     of_all, of_table, *dense = norms
     assert of_all > of_table > 0
     torch.testing.assert_close([of_all, of_table], dense)

@@ -15,7 +15,7 @@ from torch import nn
 
 import trimtab
 from trimtab.core.errors import LoopError, OptimizerError, UsageError, ValueGivenError
-from trimtab.core.plan import Plan
+from trimtab.plans.plan import Plan
 from trimtab.state import process_state
 from trimtab.state.process_state import ProcessState
 from trimtab.training.accumulation import drop_gradients

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from trimtab.settings.precision import tf32
 from trimtab.state.process_state import ProcessState
+from trimtab.techniques.mixed_precision import tf32
 
 
 def told() -> tuple[object, ...]:

@@ -12,12 +12,12 @@ from torch.nn import functional as F
 
 import trimtab
 from trimtab.core.errors import ModelError, OptimizerError, UsageError, ValueGivenError
-from trimtab.core.plan import Plan
 from trimtab.planner.plan_choice import choose
+from trimtab.plans.plan import Plan
 from trimtab.profiling.gradient_equivalence import check_splitting
 from trimtab.profiling.training_loop import TrainingLoop
 from trimtab.profiling.training_settings_search import range_test
-from trimtab.settings.optimizers import with_auxiliary_modules
+from trimtab.techniques.optimizers import with_auxiliary_modules
 
 ROWS = 8
 

@@ -8,9 +8,9 @@ from torch import nn
 
 import trimtab
 from trimtab.core.errors import OptimizerError
-from trimtab.core.plan import Plan
 from trimtab.core.record import read_record
 from trimtab.experiments.report.run_page import run_page
+from trimtab.plans.plan import Plan
 
 ROWS = 8
 

@@ -15,7 +15,7 @@ import trimtab
 from trimtab.core.batch_rule import BatchRule
 from trimtab.core.errors import ModelError, OptimizerError
 from trimtab.core.objective import Reference
-from trimtab.core.plan import Plan
+from trimtab.plans.plan import Plan
 from trimtab.training.user_hooks import gradient_hooks, stepped_in_backward
 
 ROWS = 8

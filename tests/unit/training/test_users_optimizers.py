@@ -9,8 +9,8 @@ from torch import nn
 
 import trimtab
 from trimtab.core.errors import OptimizerError
-from trimtab.core.plan import Plan
-from trimtab.settings.optimizers import supports_fused
+from trimtab.plans.plan import Plan
+from trimtab.techniques.optimizers import supports_fused
 
 ROWS = 4
 OPTIMIZERS = {

@@ -11,7 +11,7 @@ from torch import nn
 
 import trimtab
 from trimtab.core.errors import OptimizerError
-from trimtab.core.plan import Plan
+from trimtab.plans.plan import Plan
 
 ROWS = 8
 

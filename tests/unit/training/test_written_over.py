@@ -10,7 +10,7 @@ from torch import nn
 import trimtab
 from trimtab.core.batch_rule import BatchRule
 from trimtab.core.errors import BatchError
-from trimtab.core.plan import Plan
+from trimtab.plans.plan import Plan
 
 ROWS = 4
 FREED = Plan.fixed(ROWS, batch_rule=BatchRule("fixed", k=2, learning_rate="none"))

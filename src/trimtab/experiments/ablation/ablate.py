@@ -18,7 +18,6 @@ from trimtab.checkpoint.run_lock import lock_run_folder
 from trimtab.core import validation
 from trimtab.core.errors import ValueGivenError
 from trimtab.core.objective import Budget, Objective
-from trimtab.core.plan import Plan
 from trimtab.core.progress import Progress, silent
 from trimtab.core.record import BRIEF, RunRecord
 from trimtab.experiments.ablation.ablation_design import REFERENCE, AblationDesign, changes_of, plans_of
@@ -32,6 +31,7 @@ from trimtab.experiments.paired_runs.paired_run import PairedArm, seeds_in_time,
 from trimtab.experiments.paired_runs.plan_loops import PlanLoop
 from trimtab.experiments.paired_runs.results_folder import ResultsFolder, read_back, reference_s
 from trimtab.experiments.task_plans import Plans, make_plans, require_fits
+from trimtab.plans.plan import Plan
 from trimtab.tasks.placement import device_here, placement_of
 from trimtab.tasks.task import Task
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
-from trimtab.core.choice import Choice
+from trimtab.core.choice import Scalar
 from trimtab.core.errors import TrimtabError
 from trimtab.core.objective import Reference
-from trimtab.core.plan import Plan, Scalar
+from trimtab.plans.plan import Plan
+from trimtab.settings import SETTINGS, unchanged
 
 # Names of the arms: the user's loop, trimtab's loop without changes, the whole plan, and repetitions as A/A controls.
 REFERENCE, UNCHANGED, PLAN = "reference", "unchanged", "plan"
@@ -38,7 +39,7 @@ def with_only(plan: Plan, kept: Collection[str], reference: Reference) -> Plan:
     """
     loop = _loop_values(plan, reference)
     values: dict[str, Any] = {
-        name: replace(Plan.precision, value=value, effect=Plan.effects()[name])
+        name: replace(unchanged(name), value=value)
         for name, value in loop.items()
         if _BELONGS.get(name, name) not in kept and getattr(plan, name).value != value
     }
@@ -52,7 +53,7 @@ def with_only(plan: Plan, kept: Collection[str], reference: Reference) -> Plan:
 
 def _loop_values(plan: Plan, reference: Reference) -> dict[str, Scalar]:
     """Return the value of every setting in the unchanged loop; the loop's own fused optimizer counts as unchanged."""
-    kept: dict[str, Scalar] = {f.name: f.default.value for f in fields(Plan) if isinstance(f.default, Choice)}
+    kept: dict[str, Scalar] = {name: setting.default for name, setting in SETTINGS.items()}
     kept |= {"micro_batch": plan.batch_size, "precision": reference.precision, "clip_norm": reference.clip_norm}
     kept |= {} if plan.fused_optimizer.changed else {"fused_optimizer": plan.fused_optimizer.value}
     return kept if plan.num_ranks == 1 else kept | {"zero_stage": 0}

@@ -15,8 +15,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from trimtab.core.plan import Plan
 from trimtab.experiments.comparison.comparison_result import Ratio, RatioRow, TargetRow, Verdict
+from trimtab.plans.plan import Plan
 
 ABLATION_SCHEMA = 2
 ALONE, WITHIN, INTERACTION = "alone", "in the plan", "interaction"

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from trimtab.core.choice import Effect
 from trimtab.core.objective import Budget
-from trimtab.core.plan import Effect, Plan
 from trimtab.core.units import format_bytes
 from trimtab.experiments.ablation.ablation_design import (
     PLAN,
@@ -41,6 +41,7 @@ from trimtab.experiments.comparison.verdicts import quality_figures, ratio_in_wo
 from trimtab.experiments.paired_runs.results_folder import environment_of
 from trimtab.experiments.task_plans import Plans
 from trimtab.planner.statistics import MIN_PAIRS_FOR_VERDICT, Interval, resolution
+from trimtab.plans.plan import Plan
 from trimtab.tasks.task import Task, TaskData
 
 # Headline of an ablation: the plan as a whole, its most valuable change, and interactions.

@@ -6,7 +6,6 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from trimtab.core.plan import Plan
 from trimtab.core.units import format_seconds
 from trimtab.experiments.comparison import comparison_statistics
 from trimtab.experiments.comparison.arm_metrics import ArmMetrics
@@ -14,6 +13,7 @@ from trimtab.experiments.comparison.comparison_result import TargetRow
 from trimtab.experiments.task_plans import Plans
 from trimtab.planner.statistics import MIN_PAIRS_FOR_VERDICT, ratio_interval
 from trimtab.planner.tuned_plan import tried_settings
+from trimtab.plans.plan import Plan
 from trimtab.profiling.training_settings_search import RACED
 from trimtab.tasks.task import Task
 

@@ -26,7 +26,6 @@ from trimtab.core.energy_reading import NO_METER, MeterFacts
 from trimtab.core.errors import ValueGivenError
 from trimtab.core.memory_model import StepMemory
 from trimtab.core.objective import Budget, Objective
-from trimtab.core.plan import Plan
 from trimtab.core.progress import Progress, silent
 from trimtab.core.record import BRIEF, RunRecord
 from trimtab.core.serialization import read_json, to_json, to_jsonable, write_whole
@@ -54,6 +53,7 @@ from trimtab.experiments.task_plans import Plans, given_plan, make_plans
 from trimtab.experiments.task_ranks import job_plans, refuse_on_ranks, require_same_task, task_of_rank
 from trimtab.measure.memory_trace import Prepare, as_it_is, trace_step
 from trimtab.planner.multi_rank_plan import for_replicas
+from trimtab.plans.plan import Plan
 from trimtab.settings.recompute import use_plan
 from trimtab.tasks.placement import device_here
 from trimtab.tasks.task import Task, TaskData

@@ -10,7 +10,6 @@ from pathlib import Path
 from trimtab.api import Metering
 from trimtab.core.errors import ValueGivenError
 from trimtab.core.objective import Budget
-from trimtab.core.plan import Plan
 from trimtab.core.progress import silent
 from trimtab.core.serialization import read_json
 from trimtab.distributed.launch import launch
@@ -21,6 +20,7 @@ from trimtab.experiments.comparison_context import comparison_ranks
 from trimtab.experiments.output_folder import folder_of
 from trimtab.experiments.progress_bar import ProgressBar
 from trimtab.experiments.task_ranks import ranks_of_job, refuse_on_ranks
+from trimtab.plans.plan import Plan
 from trimtab.tasks import load_task
 
 

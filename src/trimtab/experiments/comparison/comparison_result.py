@@ -11,9 +11,9 @@ from dataclasses import dataclass, field, replace
 
 from trimtab.core.energy_reading import NO_METER, Energy, MeterFacts
 from trimtab.core.memory_model import StepMemory
-from trimtab.core.plan import Plan
-from trimtab.core.profile import Trial
 from trimtab.core.step_phases import TimedGain
+from trimtab.plans.plan import Plan
+from trimtab.plans.profile import Trial
 
 RESULT_SCHEMA = 7
 NO_HARM = "no harm"  # Verdict of a plan that passed the non-inferiority test.

@@ -7,12 +7,12 @@ import statistics
 from typing import Any
 
 from trimtab.core.energy_reading import NO_METER
-from trimtab.core.plan import Plan
 from trimtab.core.serialization import to_jsonable
 from trimtab.experiments.comparison.arms import PLAN_ARMS
 from trimtab.experiments.comparison.comparison_result import Comparison, Ratio, RatioRow, TargetRow, Verdict, limits_of
 from trimtab.experiments.comparison.comparison_statistics import bounds
 from trimtab.experiments.comparison.gain_rows import gain_rows, third_rows_flat
+from trimtab.plans.plan import Plan
 
 ROWS_SCHEMA = 1
 METRICS = {

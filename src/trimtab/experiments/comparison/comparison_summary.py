@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from trimtab.core.energy_reading import MeterFacts
-from trimtab.core.plan import Plan
 from trimtab.core.record import RunRecord
 from trimtab.experiments.comparison import comparison_statistics
 from trimtab.experiments.comparison.arm_metrics import ArmMetrics, utilisation
@@ -46,6 +45,7 @@ from trimtab.experiments.comparison.verdicts import ratio_in_words
 from trimtab.experiments.task_plans import Plans
 from trimtab.planner.statistics import Interval, mean_interval, ratio_interval, share_interval
 from trimtab.planner.tuned_plan import tried_settings
+from trimtab.plans.plan import Plan
 from trimtab.tasks.task import Task, TaskData
 
 # Headline of a report: the equivalent plan by throughput, the tuned plan by targets and final metric.

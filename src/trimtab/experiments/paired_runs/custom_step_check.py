@@ -20,12 +20,12 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from trimtab.core.errors import ValueGivenError
-from trimtab.core.plan import Plan
 from trimtab.experiments.baselines.loop import Loop, MakeLoop
 from trimtab.experiments.baselines.reference import ReferenceLoop
 from trimtab.experiments.paired_runs.paired_run import blame_reference
 from trimtab.experiments.paired_runs.plan_loops import PlanLoop
 from trimtab.experiments.task_plans import PLANNING_SEED
+from trimtab.plans.plan import Plan
 from trimtab.state.process_state import ProcessState
 from trimtab.tasks.task import Task, TaskData
 

@@ -12,12 +12,12 @@ from torch import Tensor
 
 from trimtab.api import start
 from trimtab.core.errors import ValueGivenError
-from trimtab.core.plan import Plan
 from trimtab.experiments.baselines.loop import Loop, MakeLoop
 from trimtab.experiments.baselines.strong import StrongLoop
 from trimtab.measure.finite_check import nonfinite_parameter
-from trimtab.settings.cuda_graphs import steps_to_launch
+from trimtab.plans.plan import Plan
 from trimtab.tasks.task import RECIPES, Task
+from trimtab.techniques.cuda_graphs import steps_to_launch
 from trimtab.training.apply_plan import WINDOWS
 
 # Baseline recipes for paired runs, by name, and their availability in a task.

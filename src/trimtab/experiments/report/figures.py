@@ -10,7 +10,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trimtab.core.memory_model import PARTS, StepMemory
-from trimtab.core.profile import Trial
 from trimtab.experiments.comparison.comparison_result import Arm, ArmCurve, Comparison, Ratio, RatioRow
 from trimtab.experiments.report import formatting as say
 from trimtab.experiments.report import plan_tables, svg, tables
@@ -26,6 +25,7 @@ from trimtab.experiments.report.figure_spec import (
     time_unit,
 )
 from trimtab.experiments.report.svg import COLOUR, NUM_PARTS
+from trimtab.plans.profile import Trial
 
 # Figure of a step's memory: bytes by part over the step, for the plain loop and the plan's loop.
 

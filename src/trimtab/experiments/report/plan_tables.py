@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import math
 
+from trimtab.core.choice import Choice, Effect
 from trimtab.core.memory_model import PARTS
-from trimtab.core.plan import Choice, Effect, Plan
-from trimtab.core.profile import Candidate, Trial
 from trimtab.experiments.comparison.arms import PLAN_ARMS, PLAN_LOOPS
 from trimtab.experiments.comparison.comparison_result import Arm, Comparison
 from trimtab.experiments.report import formatting as say
 from trimtab.experiments.report.tables import Cell, Table, plan_kinds, plan_name
+from trimtab.plans.plan import Plan
+from trimtab.plans.profile import Candidate, Trial
+from trimtab.settings import SEARCHED
 
 MARKS = {Effect.BITWISE: "bitwise", Effect.ROUNDING: "rounding", Effect.TRAINING: "training"}
 
@@ -120,7 +122,7 @@ def role(comparison: Comparison, trial: Trial) -> str:
 
 def chosen_candidate(plan: Plan) -> Candidate:
     """Return the equivalent settings of a plan as a candidate."""
-    values = {name: getattr(plan, name).value for name in Candidate.__dataclass_fields__}
+    values = {name: getattr(plan, name).value for name in SEARCHED}
     return Candidate(**values)
 
 
@@ -128,7 +130,7 @@ def reference_candidate(plan: Plan) -> Candidate:
     """Return the candidate of the unchanged loop, with the plan's changes reverted."""
     fused = plan.fused_optimizer
     was_fused = bool(fused.value) != fused.changed
-    return Candidate(plan.reference.precision, "keep", was_fused, plan.batch_size)
+    return Candidate(plan.batch_size, precision=plan.reference.precision, fused_optimizer=was_fused)
 
 
 def arm_of(comparison: Comparison, key: str) -> Arm | None:

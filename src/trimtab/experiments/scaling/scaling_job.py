@@ -22,7 +22,6 @@ from trimtab.core.errors import InfeasibleError, NonFiniteError, RankError, Valu
 from trimtab.core.files import read_text
 from trimtab.core.hardware import Link
 from trimtab.core.objective import Budget
-from trimtab.core.plan import Plan
 from trimtab.core.progress import Progress, silent
 from trimtab.core.serialization import from_json, read_json, to_json, write_whole
 from trimtab.distributed.bandwidth_test import calibrate
@@ -49,6 +48,7 @@ from trimtab.measure.machine import environment
 from trimtab.measure.timing import synchronize
 from trimtab.planner.multi_rank_plan import for_one_process, for_replicas
 from trimtab.planner.statistics import turns
+from trimtab.plans.plan import Plan
 from trimtab.profiling.communication_profile import step_shape
 from trimtab.state.process_state import ProcessState
 from trimtab.tasks.placement import device_here

@@ -15,8 +15,8 @@ from torch.optim.lr_scheduler import ExponentialLR
 
 import trimtab
 from trimtab.core.errors import FormatError, ModelError, OptimizerError, ValueGivenError
-from trimtab.core.plan import Plan
-from trimtab.settings.muon import MOMENTUM, hidden_matrices, use_muon
+from trimtab.plans.plan import Plan
+from trimtab.techniques.muon import MOMENTUM, hidden_matrices, use_muon
 
 ROWS = 4
 MUON = Plan.fixed(ROWS, optimizer="muon")

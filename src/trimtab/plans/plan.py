@@ -7,9 +7,10 @@ are generated from these effects.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from trimtab.core import validation
@@ -21,18 +22,16 @@ from trimtab.core.choice import (
     MeasuredCost,
     Note,
     Proof,
-    Rejected,
     Scalar,
     SplitCheck,
-    check_compiled,
     is_by_compiler,
 )
 from trimtab.core.energy_reading import NO_METER, MeterFacts
-from trimtab.core.errors import FormatError, ValueGivenError
-from trimtab.core.objective import ASSUMED_REFERENCE, PRECISIONS, Reference
-from trimtab.core.parallelism import KEPT, check_sharing
-from trimtab.core.recompute_schedule import check_recompute
+from trimtab.core.errors import FormatError
+from trimtab.core.objective import ASSUMED_REFERENCE, Reference
 from trimtab.core.units import format_bytes, format_seconds
+from trimtab.settings import SETTINGS, unchanged
+from trimtab.settings.conflicts import check_conflicts
 
 
 @dataclass(frozen=True)
@@ -64,63 +63,32 @@ class ZeroStageCost:
     code: str = ""
 
 
-__all__ = ["Choice", "Effect", "FrontPoint", "MeasuredCost", "Plan", "Proof", "Rejected", "Scalar", "SplitCheck"]
-
 PLAN_SCHEMA = 14
-MEMORY_LAYOUTS = ("keep", "channels_last")
-ALLOCATORS = ("keep", "retain")
-OPTIMIZERS = ("user", "muon")
-SCHEDULES = ("user", "warmup_cosine", "warmup_linear")
 BY_HAND = "plan.by_hand"  # Code of the choices of a plan that was set by hand.
-_BOUNDS: dict[str, dict[str, Any]] = {
-    "dropout": {"low": 0, "high": 1},
-    "weight_decay": {"low": 0},
-    "warmup_fraction": {"low": 0, "high": 0.9},
-    "clip_norm": {"low": 0, "open_low": True},
-}
 UNPROVED_SPLIT = "not proved to keep the gradient of the whole batch"
 
-UNCHANGED = "plan.unchanged"  # Code of the choices that keep the user's value.
-
-
-def _unchanged(value: Scalar, effect: Effect) -> Choice:
-    return Choice(value, "unchanged", effect, code=UNCHANGED)
+# One field per setting, from `trimtab.settings.SETTINGS`; all but the micro-batch keep the user's value by default.
+_Choices: Any = dataclasses.make_dataclass(
+    "_Choices",
+    [
+        ("batch_size", int),
+        ("micro_batch", Choice),
+        *((name, Choice, unchanged(name)) for name in SETTINGS if name != "micro_batch"),
+    ],
+    frozen=True,
+)
 
 
 @dataclass(frozen=True)
-class Plan:
+class Plan(_Choices):  # type: ignore[misc]
     """All settings that `start` applies, with the measurements behind them.
+
+    Every setting (the list is in the documentation, and `trimtab.settings.SETTINGS`) is a field with its `Choice`:
+    `plan.precision.value`.
 
     Args:
         batch_size: samples that the loader yields per optimizer step and rank (B_base / R).
-        micro_batch: samples per forward and backward.
-        precision: fp32, tf32, bf16 or fp16.
-        memory_layout: memory format, "keep" or "channels_last".
-        allocator: "keep", or "retain" to keep freed host memory in the process (CPU training, glibc).
-        fused_optimizer: True for the fused implementation of the optimizer.
-        loss_chunk: tokens whose logits a `trimtab.nn.LossHead` holds at once; None leaves the head unchanged.
-        recompute: activation checkpointing of the model's blocks: "every_block", or a schedule in the notation of
-            `trimtab.core.recompute_schedule`; None adds none to the loop's own.
-        compiled: True for `torch.compile` of the model's forward, on its first call; "cuda_graphs" to capture forward
-            and backward once and replay them; "compiled_cuda_graphs" for both.
-        zero_stage: sharding of an unwrapped model: 0 replicates it (DDP), 1 shards the optimizer state, 2 gradients
-            too, 3 parameters too; None leaves the model unwrapped.
-        engine: sharding backend, "torch" or "deepspeed" (stages 1 to 3).
-        reduce_dtype: dtype of the gradient reduction, "fp32" (unchanged) or "bf16".
-        bucket_bytes: size of DDP's gradient buckets; None: torch's default.
-        reduces_once: at stages 2 and 3: True reduces gradients once per window and holds them unsharded until then;
-            False reduces them after every micro-batch and holds a shard.
-        powersgd_rank: with DDP: rank of the PowerSGD factors that gradients are sent as (Vogels et al. 2019); None:
-            no compression.
-        dropout: probability of every dropout module; None leaves each unchanged.
-        weight_decay: weight decay of all parameter groups that have a non-zero one; None leaves each unchanged.
-        optimizer: "user", or "muon": Muon for the matrices of the model's blocks, and the user's AdamW for the rest.
-        schedule: learning-rate schedule: "user" (unchanged), or by progress "warmup_cosine" (paper eq. 10) or
-            "warmup_linear".
-        warmup_fraction: warm-up of such a schedule as a fraction of the run; None: 5%.
-        learning_rate_scale: factor on the user's learning rates.
-        batch_policy: "user" (windows of one batch), or the policy of `batch_rule`.
-        clip_norm: limit on the global gradient norm (paper eq. 12), or None.
+        micro_batch: choice of the samples per forward and backward.
         num_ranks: number of processes, each with `batch_size` samples per step.
         batch_rule: policy and bounds of the adaptive batch size; None for a constant batch size.
         recompute_blocks: names of the modules that the schedule refers to, in forward order; (): the blocks found in
@@ -147,29 +115,6 @@ class Plan:
         notes: figures and settings that planning left out, with the reasons.
     """
 
-    batch_size: int
-    micro_batch: Choice
-    precision: Choice = _unchanged("fp32", Effect.ROUNDING)
-    memory_layout: Choice = _unchanged("keep", Effect.ROUNDING)
-    allocator: Choice = _unchanged("keep", Effect.BITWISE)
-    fused_optimizer: Choice = _unchanged(False, Effect.ROUNDING)
-    loss_chunk: Choice = _unchanged(None, Effect.ROUNDING)
-    recompute: Choice = _unchanged(None, Effect.BITWISE)
-    compiled: Choice = _unchanged(False, Effect.ROUNDING)
-    zero_stage: Choice = _unchanged(None, Effect.ROUNDING)
-    engine: Choice = _unchanged("torch", Effect.ROUNDING)
-    reduce_dtype: Choice = _unchanged("fp32", Effect.ROUNDING)
-    bucket_bytes: Choice = _unchanged(None, Effect.ROUNDING)
-    reduces_once: Choice = _unchanged(True, Effect.ROUNDING)
-    powersgd_rank: Choice = _unchanged(None, Effect.TRAINING)
-    dropout: Choice = _unchanged(None, Effect.TRAINING)
-    weight_decay: Choice = _unchanged(None, Effect.TRAINING)
-    optimizer: Choice = _unchanged("user", Effect.TRAINING)
-    schedule: Choice = _unchanged("user", Effect.TRAINING)
-    warmup_fraction: Choice = Choice(None, "5% of the run, as in the paper", Effect.TRAINING, code=UNCHANGED)
-    learning_rate_scale: Choice = _unchanged(1.0, Effect.TRAINING)
-    batch_policy: Choice = _unchanged("user", Effect.TRAINING)
-    clip_norm: Choice = _unchanged(None, Effect.TRAINING)
     num_ranks: int = 1
     batch_rule: BatchRule | None = None
     recompute_blocks: tuple[str, ...] = ()
@@ -197,42 +142,10 @@ class Plan:
         if self.schema != PLAN_SCHEMA:
             raise FormatError("plan.schema", got=repr(self.schema), expected=str(PLAN_SCHEMA))
         validation.integer("plan.batch_size", self.batch_size)
-        validation.integer("plan.micro_batch", self.micro_batch.value, high=self.batch_size)
-        validation.one_of("plan.precision", self.precision.value, PRECISIONS)
-        validation.one_of("plan.memory_layout", self.memory_layout.value, MEMORY_LAYOUTS)
-        validation.one_of("plan.allocator", self.allocator.value, ALLOCATORS)
-        validation.one_of("plan.optimizer", self.optimizer.value, OPTIMIZERS)
-        validation.one_of("plan.schedule", self.schedule.value, SCHEDULES)
-        validation.number("plan.learning_rate_scale", self.learning_rate_scale.value, low=0, open_low=True)
-        for name, bounds in _BOUNDS.items():
-            if (number := getattr(self, name).value) is not None:
-                validation.number(f"plan.{name}", number, **bounds)
-        if self.warmup_fraction.value is not None and self.schedule.value == "user":
-            given = f"{self.warmup_fraction.value} with schedule='user'"
-            raise ValueGivenError("plan.warmup_fraction", got=given, expected="None, or another schedule")
-        if self.loss_chunk.value is not None:
-            validation.integer("plan.loss_chunk", self.loss_chunk.value)
-        check_recompute(self.recompute.value, len(self.recompute_blocks))
-        sharing = {name: getattr(self, name).value for name in KEPT}
-        check_sharing(self.num_ranks, self.zero_stage.value, sharing)
-        if self.optimizer.value == "muon" and self.zero_stage.value not in (None, 0):
-            stage = self.zero_stage.value
-            raise ValueGivenError(
-                "plan.optimizer",
-                got=f"'muon' with zero_stage={stage}",
-                expected="zero_stage None or 0 with 'muon'",
-                problem=f"plan.optimizer='muon' does not support zero_stage={stage}: Muon needs unsharded matrices.",
-                hint="Set optimizer='user', or zero_stage=0.",
-            )
-        policy = "user" if self.batch_rule is None else self.batch_rule.policy
-        if self.batch_policy.value != policy:
-            expected = (
-                f"{policy!r}, the policy of batch_rule" if self.batch_rule else f"{policy!r} without a batch_rule"
-            )
-            raise FormatError("plan.batch_policy", got=repr(self.batch_policy.value), expected=expected)
-        if not isinstance(value := self.fused_optimizer.value, bool):
-            raise FormatError("plan.fused_optimizer", got=repr(value), expected="true or false")
-        check_compiled(self.compiled.value, num_ranks=self.num_ranks)
+        validation.integer("plan.num_ranks", self.num_ranks)
+        for name, setting in SETTINGS.items():
+            setting.check(getattr(self, name).value, self)
+        check_conflicts(self.values | {"num_ranks": self.num_ranks})
         if self.splits and self.check is not None and not self.check.splittable and not self.splits_as_the_loop:
             object.__setattr__(self, "micro_batch", replace(self.micro_batch, effect=Effect.TRAINING))
 
@@ -255,25 +168,25 @@ class Plan:
             ValueGivenError: a value is out of range.
             FormatError: an unknown field.
         """
-        marks = cls.effects()
-        marks.pop("batch_policy")  # The policy is set through `batch_rule`.
-        if unknown := sorted(values.keys() - marks.keys()):
+        names = [name for name in SETTINGS if name != "batch_policy"]  # The policy is set through `batch_rule`.
+        if unknown := sorted(values.keys() - set(names)):
             raise FormatError(
                 f"plan.{unknown[0]}",
                 got="an unknown setting",
-                expected="one of " + ", ".join(marks),
+                expected="one of " + ", ".join(names),
                 code="plan.unknown_setting",
             )
         rows = validation.integer("plan.batch_size", batch_size)
-        kept = {f.name: f.default.value for f in fields(cls) if isinstance(f.default, Choice)}
         choices = {
-            name: Choice(value, "set by hand", marks[name], changed=value != kept[name], code=BY_HAND)
+            name: Choice(
+                value, "set by hand", SETTINGS[name].effect, changed=value != SETTINGS[name].default, code=BY_HAND
+            )
             for name, value in values.items()
         }
         micro = rows if micro_batch is None else micro_batch
         by_hand = "set by hand" if micro == rows else f"set by hand; {UNPROVED_SPLIT}"
-        split = Choice(micro, by_hand, marks["micro_batch"], changed=micro != rows, code=BY_HAND)
-        plan = cls(rows, split, num_ranks=num_ranks, **choices)  # type: ignore[arg-type]
+        split = Choice(micro, by_hand, SETTINGS["micro_batch"].effect, changed=micro != rows, code=BY_HAND)
+        plan: Plan = cls(batch_size=rows, micro_batch=split, num_ranks=num_ranks, **choices)  # type: ignore[call-arg]
         return plan if batch_rule is None else plan.freed(batch_rule, "set by hand", BY_HAND)
 
     def freed(self, rule: BatchRule, reason: str, code: str = "") -> Plan:
@@ -281,12 +194,7 @@ class Plan:
         if rule.only_measures:
             reason, code = "the gradient noise scale is measured, and the batch size is constant", "batch.only_measured"
         policy = Choice(rule.policy, reason, Effect.TRAINING, changed=not rule.only_measures, code=code)
-        return replace(self, batch_rule=rule, batch_policy=policy)
-
-    def recomputing(self, schedule: str, blocks: tuple[str, ...], reason: str) -> Plan:
-        """Return the plan with activation checkpointing of some blocks."""
-        choice = Choice(schedule, reason, Plan.recompute.effect, changed=True)
-        return replace(self, recompute=choice, recompute_blocks=blocks)
+        return self.having(batch_rule=rule, batch_policy=policy)
 
     @classmethod
     def effects(cls) -> dict[str, Effect]:
@@ -294,22 +202,28 @@ class Plan:
 
         In a plan that splits a batch although its check failed, the micro-batch changes the training.
         """
-        named = {f.name: f.default for f in fields(cls) if isinstance(f.default, Choice)}
-        return {"micro_batch": Effect.BITWISE} | {name: choice.effect for name, choice in named.items()}
+        return {name: setting.effect for name, setting in SETTINGS.items()}
+
+    def recomputing(self, schedule: str, blocks: tuple[str, ...], reason: str) -> Plan:
+        """Return the plan with activation checkpointing of some blocks."""
+        choice = replace(unchanged("recompute"), value=schedule, reason=reason, changed=True, code="")
+        return self.having(recompute=choice, recompute_blocks=blocks)
+
+    def having(self, **changes: Any) -> Plan:
+        """Return the plan with other choices for some settings, or other values for some of its facts."""
+        return replace(self, **changes)
+
+    @property
+    def values(self) -> dict[str, Scalar]:
+        """The value of every setting by name."""
+        return {name: getattr(self, name).value for name in SETTINGS}
 
     def choices(self) -> Iterator[tuple[str, Choice]]:
-        """Yield (field name, choice) in reading order.
-
-        The settings for sharding are left out without a ZeRO stage, the warm-up fraction without a schedule.
-        """
-        for field in fields(self):
-            if self.zero_stage.value is None and (field.name == "zero_stage" or field.name in KEPT):
-                continue
-            if self.schedule.value == "user" and field.name == "warmup_fraction":
-                continue
-            value = getattr(self, field.name)
-            if isinstance(value, Choice):
-                yield field.name, value
+        """Yield (name, choice) of every setting that can have an effect in this plan, in the order of `SETTINGS`."""
+        values = self.values
+        for name, setting in SETTINGS.items():
+            if setting.is_shown(values):
+                yield name, getattr(self, name)
 
     @property
     def splits_as_the_loop(self) -> bool:
@@ -464,4 +378,5 @@ def without_graphs(plan: Plan, why: str) -> Plan:
     chosen = replace(
         plan.compiled, value=without, reason=reason, changed=without, rejected=rejected, code="graphs.removed"
     )
-    return replace(plan, compiled=chosen, predicted=None, measured=None, verified=None, stands_between=None, front=())
+    figures: dict[str, Any] = {"predicted": None, "measured": None, "verified": None, "stands_between": None}
+    return plan.having(compiled=chosen, front=(), **figures)

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from trimtab.core.errors import ModelError, OptimizerError, ValueGivenError
-from trimtab.settings.memory_layout import align_state
-from trimtab.settings.optimizer_self_test import fused_difference
 from trimtab.state.object_snapshots import references
 from trimtab.state.reachable_objects import modules_of
+from trimtab.techniques.memory_format import align_state
+from trimtab.techniques.optimizer_self_test import fused_difference
 
 # Detection of optimizers, such as many SAM versions, with an optional closure in the signature but not in fact.
 
@@ -326,14 +326,10 @@ def has_own_step(optimizer: torch.optim.Optimizer) -> bool:
     return step is not None and getattr(step, "__func__", step) is not type(optimizer).step
 
 
-def use_fused(optimizer: torch.optim.Optimizer, *, is_tested: bool = True) -> Callable[[], None]:
-    """Switch to the fused step and keep the state; return a function that switches back.
+def require_fused(optimizer: torch.optim.Optimizer) -> None:
+    """Raise `OptimizerError` if an optimizer has no fused step that can be switched on, or its fused step differs.
 
-    Args:
-        is_tested: compare the fused with the plain step first, on copies of parameters.
-
-    Raises:
-        OptimizerError: this optimizer has no fused step that can be switched on, or its fused step differs.
+    The fused step is compared with the plain step on copies of parameters.
     """
     if not supports_fused(optimizer):
         raise OptimizerError(
@@ -344,7 +340,7 @@ def use_fused(optimizer: torch.optim.Optimizer, *, is_tested: bool = True) -> Ca
             hint="Use a plan with fused_optimizer=False.",
             code="optimizer.not_fusible",
         )
-    if is_tested and (difference := fused_difference(optimizer)):
+    if difference := fused_difference(optimizer):
         raise OptimizerError(
             "plan.fused_optimizer",
             problem=f"The fused step of {type(optimizer).__name__} differs from its default step by more than "
@@ -352,6 +348,10 @@ def use_fused(optimizer: torch.optim.Optimizer, *, is_tested: bool = True) -> Ca
             hint="Use a plan with fused_optimizer=False, or keep these parameters in fp32.",
             code="optimizer.fused_differs",
         )
+
+
+def use_fused(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
+    """Switch to the fused step and keep the state; return a function that switches back."""
     before = [(group.get("fused"), group.get("foreach")) for group in optimizer.param_groups]
 
     def switch(optimizer: torch.optim.Optimizer) -> None:

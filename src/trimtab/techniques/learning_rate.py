@@ -1,7 +1,4 @@
-"""Learning rate of a plan: scale, schedule and batch size scaling (paper eqs. 10, 11; math: section 5).
-
-The factor is applied only within the optimizer's step.
-"""
+"""Scaling of learning rates within the optimizer's step, and by the batch size (paper eq. 11; math: section 5)."""
 
 from __future__ import annotations
 
@@ -13,47 +10,7 @@ from collections.abc import Iterator, Mapping
 import torch
 
 from trimtab.core import validation
-from trimtab.core.batch_rule import factor_of
-from trimtab.core.errors import OptimizerError
-from trimtab.core.plan import Plan
 from trimtab.core.stateful import Load, Stateful, require_keys
-
-
-def rate_factor(plan: Plan, progress: float | None) -> float:
-    """Return the plan's factor on the user's learning rates: the plan's scale times the schedule's value.
-
-    Args:
-        progress: fraction of training completed after the window that is about to be applied; required if the plan has
-            a schedule.
-    """
-    scale = float(plan.learning_rate_scale.value or 1.0)
-    if plan.schedule.value == "user":
-        return scale
-    assert progress is not None
-    rises = plan.warmup_fraction.value
-    return scale * factor_of(str(plan.schedule.value), progress, None if rises is None else float(rises))
-
-
-def require_rates(plan: Plan, optimizer: torch.optim.Optimizer) -> None:
-    """Raise `OptimizerError` if a plan scales learning rates and the optimizer has none."""
-    follows = (
-        plan.batch_rule is not None and not plan.batch_rule.only_measures and plan.batch_rule.learning_rate != "none"
-    )
-    scales = plan.schedule.value != "user" or plan.learning_rate_scale.value != 1.0 or follows
-    if scales and any(group.get("lr") is None for group in optimizer.param_groups):
-        raise rate_unset("plan.learning_rate_scale" if plan.schedule.value == "user" else "plan.schedule", optimizer)
-
-
-def rate_unset(field: str, optimizer: torch.optim.Optimizer) -> OptimizerError:
-    """Return the error for a plan that scales learning rates and an optimizer without them."""
-    return OptimizerError(
-        field,
-        problem=f"The plan changes the learning rate, but {type(optimizer).__name__} has lr=None and sets its own "
-        f"rate.",
-        got="lr=None",
-        hint="Pass a learning rate to the optimizer (Adafactor: relative_step=False), or make the plan without adapt=.",
-        code="optimizer.rate_unset",
-    )
 
 
 def applied_rate(optimizer: torch.optim.Optimizer, factor: float) -> float | None:

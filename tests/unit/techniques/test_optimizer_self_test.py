@@ -12,11 +12,11 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import trimtab
 from trimtab.core.errors import OptimizerError
-from trimtab.core.plan import Plan
+from trimtab.plans.plan import Plan
 from trimtab.profiling.loop_facts import loop_facts, with_tested_step
-from trimtab.settings import optimizer_self_test
-from trimtab.settings.muon import require_muon
-from trimtab.settings.optimizer_self_test import fused_difference
+from trimtab.techniques import optimizer_self_test
+from trimtab.techniques.muon import require_muon
+from trimtab.techniques.optimizer_self_test import fused_difference
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 OPTIMIZERS = {
@@ -152,7 +152,7 @@ HALVES = [torch.bfloat16, torch.float16]
 
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 def test_a_run_with_a_wrong_fused_step_is_refused_at_its_start(dtype, monkeypatch):
-    monkeypatch.setattr("trimtab.settings.optimizers.fused_difference", lambda optimizer: "planted")
+    monkeypatch.setattr("trimtab.techniques.optimizers.fused_difference", lambda optimizer: "planted")
     model = Net(dtype)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     with pytest.raises(OptimizerError) as caught:

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from trimtab.core import validation
 from trimtab.core.block_costs import BlockChainModel
-from trimtab.core.choice import Compiled, Note, Proof, RefusedByProof, in_words
+from trimtab.core.choice import Note, Proof, RefusedByProof, Scalar, SplitCheck
 from trimtab.core.energy_reading import NO_METER, MeterFacts
 from trimtab.core.errors import FormatError
 from trimtab.core.hardware import DeviceSpec
 from trimtab.core.memory_model import Operation, PeakMemoryModel, StepWork
 from trimtab.core.objective import ASSUMED_REFERENCE, Budget, Objective, Reference
-from trimtab.core.plan import Scalar, SplitCheck
+from trimtab.settings import SEARCHED
 
 PROFILE_SCHEMA = 11
 # Search phase that times the optimizer step alone.
@@ -32,42 +34,47 @@ OWN_PEAK = 1.02
 FINAL = "final"
 
 
+# Settings that a memory model of a candidate holds for: it is a function of the micro-batch, and others hardly matter.
+SAME_BYTES = ("micro_batch", *(name for name, setting in SEARCHED.items() if not setting.changes_peak))
+
+
 def is_final(stage: str) -> bool:
     """Return True if a search phase of this name decides."""
     return stage.startswith(FINAL)
 
 
-@dataclass(frozen=True)
-class Candidate:
-    """Settings of an equivalent plan that are tried together."""
+# One field per searched setting, from `trimtab.settings.SEARCHED`; all but the micro-batch have a default.
+_Values: Any = dataclasses.make_dataclass(
+    "_Values",
+    [
+        ("micro_batch", int),
+        *((name, each.value_type, each.default) for name, each in SEARCHED.items() if name != "micro_batch"),
+    ],
+    frozen=True,
+)
 
-    precision: str
-    memory_layout: str
-    fused_optimizer: bool
-    micro_batch: int
-    allocator: str = "keep"
-    loss_chunk: int | None = None
-    compiled: Compiled = False
-    recompute: str | None = None
+
+@dataclass(frozen=True)
+class Candidate(_Values):  # type: ignore[misc]
+    """Values of the searched settings that are tried together: `Candidate(32, precision="bf16")`."""
+
+    def having(self, **values: Scalar) -> Candidate:
+        """Return the candidate with other values for some settings."""
+        return replace(self, **values)
 
     def differences(self, other: Candidate) -> tuple[str, ...]:
-        """Return the names of the fields that differ between two candidates."""
-        return tuple(name for name in self.__dataclass_fields__ if getattr(self, name) != getattr(other, name))
+        """Return the names of the settings that differ between two candidates."""
+        return tuple(name for name in SEARCHED if getattr(self, name) != getattr(other, name))
 
     def alike(self, other: Candidate, *but: str) -> bool:
-        """Return True if two candidates differ in no field other than `but`."""
-        names = (name for name in self.__dataclass_fields__ if name not in but)
-        return all(getattr(self, name) == getattr(other, name) for name in names)
+        """Return True if two candidates differ in no setting other than `but`."""
+        return all(name in but or getattr(self, name) == getattr(other, name) for name in SEARCHED)
 
     def describe(self) -> str:
-        """Return a short label."""
-        layout = "" if self.memory_layout == "keep" else f", {self.memory_layout}"
-        fused = ", fused" if self.fused_optimizer else ""
-        retain = "" if self.allocator == "keep" else ", freed memory kept"
-        chunk = "" if self.loss_chunk is None else f", loss in chunks of {self.loss_chunk} tokens"
-        compiled = f", {in_words(self.compiled)}" if self.compiled else ""
-        again = "" if self.recompute is None else f", activation checkpointing {self.recompute}"
-        return f"{self.precision}{layout}{fused}{retain}{chunk}{compiled}{again}, micro-batch {self.micro_batch}"
+        """Return a short label: the values that differ from a setting's default, then the micro-batch."""
+        last_first = sorted(SEARCHED, key=lambda name: name == "micro_batch")
+        labels = (SEARCHED[name].label(getattr(self, name)) for name in last_first)
+        return ", ".join(label for label in labels if label)
 
 
 @dataclass(frozen=True)
@@ -358,7 +365,7 @@ class Profile:
 
     def recomputable_of(self, candidate: Candidate) -> RecomputableBlocks | None:
         """Return the recomputation costs of a candidate's blocks, or None."""
-        ignored = ("micro_batch", "allocator", "fused_optimizer", "recompute")
+        ignored = (*SAME_BYTES, "recompute")
         return next((each for each in self.recomputables if each.candidate.alike(candidate, *ignored)), None)
 
     def for_device(self, device: DeviceSpec) -> Profile:
@@ -375,8 +382,7 @@ class Profile:
     @property
     def reference_candidate(self) -> Candidate:
         """The user's loop as a candidate; if it accumulates gradients, its micro-batch is one of its batches."""
-        rows = math.ceil(self.loop.batch_size / self.reference.accumulate)
-        return Candidate(self.reference.precision, "keep", self.loop.is_fused, rows)
+        return Candidate(**{name: setting.in_loop(self) for name, setting in SEARCHED.items()})
 
     @property
     def own_peak_bytes(self) -> int | None:
@@ -412,7 +418,7 @@ class Profile:
 
 def _needs_as_much(ours: Candidate, theirs: Candidate) -> bool:
     """Return True if a candidate needs at least as much memory as another."""
-    is_alike = ours.alike(theirs, "micro_batch", "allocator", "fused_optimizer")
+    is_alike = ours.alike(theirs, *SAME_BYTES)
     # An unfused optimizer step holds more memory.
     is_alike = is_alike and ours.fused_optimizer <= theirs.fused_optimizer
     return is_alike and ours.micro_batch >= theirs.micro_batch

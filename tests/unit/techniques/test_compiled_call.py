@@ -14,11 +14,11 @@ from torch._dynamo.utils import counters
 import trimtab
 from trimtab.adaptive_batch.noise_probes import OverheadBudget
 from trimtab.core.errors import LoopError, ValueGivenError
-from trimtab.core.plan import Plan
 from trimtab.measure.gradient_norms import GradientNorms
+from trimtab.plans.plan import Plan
 from trimtab.profiling.gradient_equivalence import require_own_forward
 from trimtab.profiling.training_loop import TrainingLoop
-from trimtab.settings.compiled import CompiledCall, is_compiled
+from trimtab.techniques.compiled_call import CompiledCall, is_compiled
 from trimtab.training.apply_plan import PAIRS, WARM_UP, CompileCheck
 
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")
@@ -232,7 +232,7 @@ def test_windows_that_are_split_say_nothing_beside_whole_ones(monkeypatch, tmp_p
             seen.append(super().take_shapes())
             return seen[-1]
 
-    monkeypatch.setattr("trimtab.settings.compiled.CompiledCall", Call)
+    monkeypatch.setattr("trimtab.techniques.compiled_call.CompiledCall", Call)
     model, optimizer, batch = loop()
     monkeypatch.setattr(model, "compile", lambda **options: setattr(model, "_compiled_call_impl", model._call_impl))
     with trimtab.start(model, optimizer, Plan.fixed(4, compiled=True)) as run:

@@ -18,7 +18,7 @@ from trimtab.core.errors import FormatError, ModelError, OptimizerError
 from trimtab.core.stateful import Load, Stateful, require_keys
 from trimtab.measure.blocks import find_blocks
 from trimtab.measure.gradient_norms import is_flat_sharded, is_sharded
-from trimtab.settings.optimizer_self_test import muon_difference
+from trimtab.techniques.optimizer_self_test import muon_difference
 
 MOMENTUM = "momentum_buffer"  # Torch's key for the momentum.
 _SCALE = "match_rms_adamw"

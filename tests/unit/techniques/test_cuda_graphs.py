@@ -13,11 +13,11 @@ from torch import nn
 
 import trimtab
 from trimtab.core.errors import ValueGivenError
-from trimtab.core.plan import Plan
 from trimtab.measure.dispatch_mode import EagerDispatchMode
-from trimtab.settings import cuda_graphs
-from trimtab.settings.compiled import is_compiled
-from trimtab.settings.cuda_graphs import (
+from trimtab.plans.plan import Plan
+from trimtab.techniques import cuda_graphs
+from trimtab.techniques.compiled_call import is_compiled
+from trimtab.techniques.cuda_graphs import (
     LAUNCHES_FROM,
     MOST_KINDS,
     GraphReplayer,

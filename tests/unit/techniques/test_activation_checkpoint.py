@@ -13,13 +13,14 @@ from raising import raises
 from torch import nn
 
 import trimtab
-import trimtab.core.plan
+import trimtab.plans.plan
 from trimtab.core.block_costs import BlockCost, ExpensivePart
 from trimtab.core.errors import UsageError
 from trimtab.core.recompute_schedule import KeptBlock, RecomputedSegment, schedule_of
 from trimtab.planner.recompute_cost import every_block, keep_all, predict, sqrt_segments
-from trimtab.settings import recompute as recompute_module
-from trimtab.settings.recompute import use_plan, use_schedule
+from trimtab.settings.recompute import use_plan
+from trimtab.techniques import activation_checkpointing
+from trimtab.techniques.activation_checkpointing import use_schedule
 
 L = 6
 NESTED = (
@@ -317,7 +318,7 @@ def test_the_run_computes_the_same_in_fp16_with_a_loss_scale(name):
         model = net(dropout=0.1)
         undo = use_schedule(model, NAMES, schedule)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        precision = trimtab.core.plan.Choice("fp16", "by hand", trimtab.core.plan.Effect.ROUNDING, changed=True)
+        precision = trimtab.plans.plan.Choice("fp16", "by hand", trimtab.plans.plan.Effect.ROUNDING, changed=True)
         plan = dataclasses.replace(trimtab.Plan.fixed(16, 8), precision=precision)
         torch.manual_seed(1)
         with trimtab.start(model, optimizer, plan) as run:
@@ -357,7 +358,7 @@ def test_a_run_recomputes_as_its_plan_says_and_puts_all_back(text):
     def trained(**values):
         model = net()
         plan = dataclasses.replace(trimtab.Plan.fixed(16, 8), recompute_blocks=tuple(NAMES))
-        choice = trimtab.core.plan.Choice(values.get("recompute"), "by hand", changed=True)
+        choice = trimtab.plans.plan.Choice(values.get("recompute"), "by hand", changed=True)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
         torch.manual_seed(1)
         with trimtab.start(model, optimizer, dataclasses.replace(plan, recompute=choice)) as run:
@@ -607,8 +608,8 @@ def test_statistics_that_were_frozen_and_are_not_any_more_move_once_a_step():
 def test_buffers_are_noted_by_the_mode_in_which_a_forward_began():
     norm, rows = nn.BatchNorm1d(4), torch.randn(8, 4)
     for freezes in (False, True):
-        with recompute_module._SavedBuffers([norm]).noting():
+        with activation_checkpointing._SavedBuffers([norm]).noting():
             norm(rows)
             norm.train(not freezes)
-    assert recompute_module._moved_by(norm, True) == {"running_mean", "running_var", "num_batches_tracked"}
-    assert recompute_module._moved_by(norm, False) is None
+    assert activation_checkpointing._moved_by(norm, True) == {"running_mean", "running_var", "num_batches_tracked"}
+    assert activation_checkpointing._moved_by(norm, False) is None

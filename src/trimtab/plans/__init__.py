@@ -1,0 +1,1 @@
+"""Values of planning, read and written as JSON: candidates, profiles and plans."""

@@ -1,0 +1,106 @@
+"""Combinations of settings that a plan cannot have: one table, checked for every plan."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from trimtab.core.choice import Scalar
+from trimtab.core.errors import ValueGivenError
+from trimtab.settings.sharding import KEPT, stages_with
+
+Values = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Conflict:
+    """A combination of values that no plan can have.
+
+    Args:
+        settings: the setting that the error names, then the setting that it conflicts with.
+        holds: returns True if the values are in conflict; called with the values of all settings, and `num_ranks`.
+        error: returns the texts of the error: `got`, `expected`, and optionally `problem`, `hint` and `code`.
+        example: values in conflict, for the test.
+    """
+
+    settings: tuple[str, str]
+    holds: Callable[[Values], bool]
+    error: Callable[[Values], dict[str, str]]
+    example: dict[str, Scalar]
+
+
+def _needs_stage(name: str, example: Scalar) -> Conflict:
+    """Return the conflict of a sharding setting (or several ranks) with an unwrapped model."""
+    kept = KEPT.get(name, 1)
+    return Conflict(
+        (name, "zero_stage"),
+        holds=lambda values: values["zero_stage"] is None and values[name] != kept,
+        error=lambda values: {
+            "got": repr(values[name]),
+            "expected": "a plan with zero_stage",
+            "problem": f"plan.{name}={values[name]!r} needs plan.zero_stage, which is None.",
+            "hint": "Set zero_stage to 0 for DDP, or to 1, 2 or 3 for ZeRO.",
+            "code": "plan.needs_zero_stage",
+        },
+        example={name: example},
+    )
+
+
+def _unsupported_stage(name: str, example: Scalar, stage: int) -> Conflict:
+    """Return the conflict of a sharding setting with the ZeRO stages that do not support it."""
+
+    def holds(values: Values) -> bool:
+        changed = values["zero_stage"] is not None and values[name] != KEPT[name]
+        return changed and values["zero_stage"] not in stages_with(name, values["engine"])
+
+    def error(values: Values) -> dict[str, str]:
+        stages = stages_with(name, values["engine"])
+        return {
+            "got": f"{values[name]!r} with zero_stage={values['zero_stage']} and engine={values['engine']!r}",
+            "expected": f"{KEPT[name]!r}" + (f", or zero_stage in {stages}" if stages else ""),
+            "code": "plan.stage_unsupported",
+        }
+
+    return Conflict((name, "zero_stage"), holds, error, {name: example, "zero_stage": stage})
+
+
+CONFLICTS = (
+    Conflict(
+        ("warmup_fraction", "schedule"),
+        holds=lambda values: values["warmup_fraction"] is not None and values["schedule"] == "user",
+        error=lambda values: {
+            "got": f"{values['warmup_fraction']} with schedule='user'",
+            "expected": "None, or another schedule",
+        },
+        example={"warmup_fraction": 0.2},
+    ),
+    Conflict(
+        ("optimizer", "zero_stage"),
+        holds=lambda values: values["optimizer"] == "muon" and values["zero_stage"] not in (None, 0),
+        error=lambda values: {
+            "got": f"'muon' with zero_stage={values['zero_stage']}",
+            "expected": "zero_stage None or 0 with 'muon'",
+            "problem": f"plan.optimizer='muon' does not support zero_stage={values['zero_stage']}: Muon needs "
+            "unsharded matrices.",
+            "hint": "Set optimizer='user', or zero_stage=0.",
+        },
+        example={"optimizer": "muon", "zero_stage": 1},
+    ),
+    _needs_stage("engine", "deepspeed"),
+    _needs_stage("reduce_dtype", "bf16"),
+    _needs_stage("bucket_bytes", 1024),
+    _needs_stage("reduces_once", False),
+    _needs_stage("powersgd_rank", 2),
+    _needs_stage("num_ranks", 2),
+    _unsupported_stage("bucket_bytes", 1024, stage=2),
+    _unsupported_stage("powersgd_rank", 2, stage=1),
+    _unsupported_stage("reduces_once", False, stage=0),
+)
+
+
+def check_conflicts(values: Values) -> None:
+    """Raise `ValueGivenError` for the first conflict among the values of all settings and `num_ranks`."""
+    for conflict in CONFLICTS:
+        if conflict.holds(values):
+            raise ValueGivenError(f"plan.{conflict.settings[0]}", **conflict.error(values))

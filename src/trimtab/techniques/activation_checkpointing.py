@@ -1,0 +1,684 @@
+"""Activation checkpointing of a model's blocks by a schedule, applied in place and reversible.
+
+The class of a block is replaced by a subclass whose forward goes through `torch.utils.checkpoint` (non-reentrant).
+Parameter names, state and `isinstance` checks are unaffected, and a copy of the model is a plain model. The first block
+of a multi-block segment runs the whole segment; the following blocks, called in turn by the model's own code, return
+the segment's result after checking that their input is that result.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+    set_checkpoint_early_stop,
+)
+
+from trimtab.core.errors import ModelError, ValueGivenError
+from trimtab.core.recompute_schedule import KeptBlock, Part, RecomputedSegment, Schedule, schedule_of
+from trimtab.measure.block_graph import Arguments, same_arguments
+from trimtab.measure.blocks import find_blocks
+from trimtab.measure.recompute_listeners import recomputing
+from trimtab.state.forward_state import ForwardState, RecomputedForwards
+from trimtab.state.object_snapshots import version_of
+
+# Comparison of a recomputed forward with the original forward.
+
+_MOST_VALUES = 4096  # Largest number of values compared per result tensor.
+_ROUNDING = 1e-3  # Relative; atomic additions on a GPU change the order of a sum, and so its last bits.
+_UNITS_OF_ROUNDING = 4  # Multiples of the machine epsilon of the result's dtype.
+
+
+class RecomputationCheck:
+    """Callable for the results of the forward and its recomputation; the second call compares them.
+
+    Args:
+        names: names of the recomputed modules, for the message.
+
+    Raises:
+        ModelError: the recomputation's result differs (code "recompute.differs").
+    """
+
+    def __init__(self, names: str) -> None:
+        self._names = names
+        self._first: list[Tensor] | None = None
+        self._tolerance = _ROUNDING
+
+    def __call__(self, result: Any) -> None:
+        # Selective checkpointing replays intercepted operators, and must not intercept those of this comparison.
+        with _disable_current_modes():
+            self._compare(result)
+
+    def _compare(self, result: Any) -> None:
+        values = [_sample(leaf) for leaf in tree_leaves(result) if isinstance(leaf, Tensor) and _is_readable(leaf)]
+        if self._first is None:
+            self._first, self._tolerance = values, _tolerance(values)
+            return
+        same = len(values) == len(self._first) and all(map(self._is_close, self._first, values))
+        if not same:
+            raise _differs(self._names)
+
+    def _is_close(self, before: Tensor, again: Tensor) -> bool:
+        if before.shape != again.shape:
+            return False
+        finite = before.isfinite() & again.isfinite()
+        before, again = before.double()[finite], again.double()[finite]
+        return bool((again - before).norm() <= self._tolerance * before.norm())
+
+
+def argument_changed(names: str) -> ModelError:
+    """Return the error for a forward that changes an argument in place."""
+    return ModelError(
+        "plan.recompute",
+        problem=f"The forward of {names} changes an argument in place, so that activation checkpointing would "
+        "recompute it from changed inputs.",
+        hint=f"Use out-of-place operations in {names} (relu, not relu_), or use a plan with recompute=None.",
+        code="recompute.side_effects",
+    )
+
+
+def buffer_changed(name: str) -> ModelError:
+    """Return the error for a large buffer that changes first in a later forward, when no copy was made."""
+    return ModelError(
+        "plan.recompute",
+        problem=f"The large buffer {name} of a recomputed block changed for the first time in a later forward, for "
+        "which no copy exists.",
+        hint="Repeat the step, since the next forward copies the buffer, or use a plan with recompute=None.",
+        code="recompute.side_effects",
+    )
+
+
+def _differs(names: str) -> ModelError:
+    return ModelError(
+        "plan.recompute",
+        problem=f"The recomputed forward of {names} returned a different result than the first forward.",
+        hint=f"Pass values that change between calls (a random number, a counter, an iterator's item) to {names} as "
+        "arguments, or use a plan with recompute=None.",
+        code="recompute.differs",
+    )
+
+
+def _sample(tensor: Tensor) -> Tensor:
+    flat = tensor.detach().reshape(-1)
+    return flat[:: max(1, flat.numel() // _MOST_VALUES)].clone()
+
+
+def _is_readable(tensor: Tensor) -> bool:
+    return tensor.layout is torch.strided and not tensor.is_nested and not tensor.is_meta and not tensor.is_complex()
+
+
+def _tolerance(values: list[Tensor]) -> float:
+    """Return the relative tolerance for the dtypes of `values` and of autocast."""
+    types = {value.dtype for value in values if value.is_floating_point()}
+    types |= {torch.get_autocast_dtype(kind) for kind in {value.device.type for value in values} if _casts(kind)}
+    return max((_UNITS_OF_ROUNDING * torch.finfo(each).eps for each in types), default=0.0) + _ROUNDING
+
+
+def _casts(kind: str) -> bool:
+    return torch.is_autocast_enabled(kind)
+
+
+# Activation checkpointing of a function by torch's non-reentrant checkpointing, with the state of the first run.
+
+_SMALL = 2**16  # Bytes of a buffer that is copied at every forward.
+_Context = contextlib.AbstractContextManager[Any]
+
+
+def keeps_activations() -> bool:
+    """Return True if a forward must keep its activations, or has none to keep.
+
+    Activations are kept under `torch.func` transforms (such as per-sample gradients), which do not support saved-tensor
+    hooks, and in forward-mode differentiation, whose tangents would be missing in a recomputation.
+    """
+    in_transform = torch._C._functorch.peek_interpreter_stack() is not None
+    return not torch.is_grad_enabled() or in_transform or forward_ad._current_level >= 0
+
+
+def recompute_call(
+    function: Callable[..., Any], forwards: RecomputedForwards, args: Any, kwargs: Any, *, in_part: bool = False
+) -> Any:
+    """Call a function with activation checkpointing and return its result.
+
+    Args:
+        function: the function.
+        forwards: the modules that the function runs.
+        args: positional arguments.
+        kwargs: keyword arguments.
+        in_part: keep the results of matrix products and attention (selective checkpointing).
+
+    Raises:
+        ModelError: the function makes a change that its recomputation would repeat.
+    """
+    if keeps_activations():
+        return function(*args, **kwargs)
+    if torch.compiler.is_compiling():  # torch.compile handles buffers itself.
+        selective = functools.partial(create_selective_checkpoint_contexts, _policy)
+        options: dict[str, Any] = {"context_fn": selective} if in_part else {}
+        return checkpoint(function, *args, use_reentrant=False, **options, **kwargs)
+    leaves, structure = tree_flatten((args, kwargs))
+    places = [index for index, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+    tensors = [leaves[index] for index in places]
+    rest = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+    first = [(args, kwargs)]  # The first run fills the caller's own lists and dicts, the recomputation fills copies.
+    del args, kwargs
+    state = forwards.begin()
+    check = RecomputationCheck(forwards.names) if state.is_watched else None
+
+    def call(_: Tensor | None, *given: Tensor) -> Any:
+        is_first = bool(first)
+        if is_first:
+            again, named = first.pop()
+        else:
+            all_leaves = list(rest)
+            for index, tensor in zip(places, given, strict=True):
+                all_leaves[index] = tensor
+            again, named = tree_unflatten(all_leaves, structure)
+        versions = _versions(given)
+        with _casts_each_time() if in_part else contextlib.nullcontext():
+            result = function(*again, **named)
+        if is_first and _versions(given) != versions:
+            raise argument_changed(forwards.names)
+        if check is not None:
+            check(result)
+        return result
+
+    # torch finds the devices of random generators, and detects overwritten tensors, in positional arguments only.
+    context = functools.partial(_contexts, forwards, in_part, state)
+    # A checked recomputation runs to its end; torch stops others after the last tensor needed by backward.
+    with contextlib.nullcontext() if check is None else set_checkpoint_early_stop(False):
+        return checkpoint(call, _of_device(forwards.modules), *tensors, use_reentrant=False, context_fn=context)
+
+
+def _versions(tensors: Sequence[Tensor]) -> list[int | None]:
+    return [version_of(tensor) for tensor in tensors]
+
+
+@contextlib.contextmanager
+def _casts_each_time() -> Iterator[None]:
+    """Disable autocast's weight cache within the block.
+
+    Selective checkpointing identifies operators by their order, which must be equal in forward and recomputation. With
+    the cache, only the recomputation would contain the cast of a weight that an earlier block has cast already.
+    """
+    before = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(before)
+
+
+def _of_device(modules: Sequence[nn.Module]) -> Tensor | None:
+    parameter = next((p for module in modules for p in module._parameters.values() if p is not None), None)
+    return None if parameter is None else torch.empty(0, device=parameter.device)
+
+
+def _contexts(forwards: RecomputedForwards, in_part: bool, state: ForwardState) -> tuple[_Context, _Context]:
+    first: _Context
+    again: _Context
+    first = again = contextlib.nullcontext()
+    if in_part:
+        first, again = create_selective_checkpoint_contexts(_policy)
+    buffers = _SavedBuffers(forwards.buffered)
+    noting = _CombinedContexts(buffers.noting, state.noting, lambda: first)
+    return noting, _CombinedContexts(recomputing, state.as_it_was, buffers.as_they_were, lambda: again)
+
+
+class _CombinedContexts:
+    """Several contexts combined, outermost first; can be entered repeatedly."""
+
+    def __init__(self, *make: Callable[[], _Context]) -> None:
+        self._make = make
+        self._stacks: list[contextlib.ExitStack] = []
+
+    def __enter__(self) -> None:
+        with contextlib.ExitStack() as stack:
+            for make in self._make:
+                stack.enter_context(make())
+            self._stacks.append(stack.pop_all())
+
+    def __exit__(self, *error: Any) -> None:
+        self._stacks.pop().__exit__(*error)
+
+
+# Names of buffers that a forward was seen to change, by module and training mode.
+_moving: weakref.WeakKeyDictionary[nn.Module, dict[bool, set[str]]] = weakref.WeakKeyDictionary()
+
+
+def _moved_by(module: nn.Module, mode: bool) -> set[str] | None:
+    """Return the names of buffers that a module changes in a training mode; None if no forward was observed."""
+    return _moving.get(module, {}).get(mode)
+
+
+class _SavedBuffers:
+    """Buffers of some modules from before a forward."""
+
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        self._modules = modules
+        self._before: dict[tuple[nn.Module, str], Tensor] = {}
+
+    @contextlib.contextmanager
+    def noting(self) -> Iterator[None]:
+        """Copy small buffers and buffers that change: all buffers in the first forward, later those seen to change.
+
+        The first forward compares values and therefore synchronises, because batch statistics change without a new
+        version. Small buffers are always copied, because a layer may start to run in a later call (stochastic depth,
+        unfreezing).
+
+        Raises:
+            ModelError: a large buffer changed for the first time in a later call, so that no copy exists.
+        """
+        seen = [(m, name, b, b._version) for m in self._modules for name, b in m._buffers.items() if b is not None]
+        modes = {module: module.training for module in self._modules}  # A forward may change the training mode.
+        moves = {module: _moved_by(module, mode) for module, mode in modes.items()}
+        copies = {
+            (m, name): b.clone()
+            for m, name, b, _ in seen
+            if moves[m] is None or name in moves[m] or b.nbytes <= _SMALL  # type: ignore[operator]
+        }
+        yield
+        for module, names in moves.items():
+            if names is None:
+                _moving.setdefault(module, {})[modes[module]] = set()
+        for module, name, buffer, version in seen:
+            now, copy, names = module._buffers.get(name), copies.get((module, name)), moves[module]
+            moved = now is not buffer or buffer._version != version or name in (names or ())
+            if moved or (names is None and copy is not None and not _is_same(copy, buffer)):
+                _moving[module][modes[module]].add(name)
+                if copy is None and now is buffer:
+                    raise buffer_changed(name)
+                self._before[module, name] = buffer if copy is None else copy
+            elif copy is not None:  # Batch statistics change without a new version.
+                self._before[module, name] = copy
+
+    @contextlib.contextmanager
+    def as_they_were(self) -> Iterator[None]:
+        """Use the copied buffers within the block, and restore the current buffers afterwards."""
+        found = [(module, dict(module._buffers)) for module in self._modules]
+        try:
+            for (module, name), before in self._before.items():
+                module._buffers[name] = before.clone()
+            yield
+        finally:
+            for module, buffers in found:
+                module._buffers.update(buffers)
+
+
+def _is_same(ours: Tensor, theirs: Tensor) -> bool:
+    """Return True if two tensors are equal; False for tensors without values, as in tracing."""
+    try:
+        return torch.equal(ours, theirs)
+    except RuntimeError:
+        return False
+
+
+_DEAR = {
+    "mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "_grouped_mm", "convolution", "mkldnn_rnn_layer",
+    "_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_for_cpu",
+    "_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention",
+    "_scaled_dot_product_fused_attention_overrideable",
+}  # fmt: skip
+
+
+def _policy(_: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    """Save results of matrix products and attention, except if random numbers are drawn, which must be drawn again."""
+    name = getattr(getattr(operator, "overloadpacket", None), "__name__", "")
+    if name not in _DEAR or _draws(operator, args, kwargs):
+        return CheckpointPolicy.PREFER_RECOMPUTE
+    return CheckpointPolicy.MUST_SAVE
+
+
+def _draws(operator: Any, args: Any, kwargs: Any) -> bool:
+    if torch.Tag.nondeterministic_seeded not in operator.tags:
+        return False
+    names = [argument.name for argument in operator._schema.arguments]
+    given = dict(zip(names, args, strict=False)) | dict(kwargs)
+    return bool(given.get("dropout_p", 0.0))
+
+
+_PART = "_trimtab_part"
+# Attribute names under which DistributedDataParallel and torch.compile hold the wrapped model.
+_WRAPPED = {"module", "_orig_mod"}
+_WITHOUT = "Use a plan with recompute=None."
+_PLAN_AGAIN = "Make a plan for this model with trimtab.plan(...)."
+
+
+def use_schedule(model: nn.Module, blocks: Sequence[str], schedule: Schedule) -> Callable[[], None]:
+    """Recompute the activations of a model's blocks by a schedule.
+
+    Args:
+        blocks: module names in execution order; stage i of the schedule is the i-th block. Segments of several blocks
+            require a chain (`measure.linked_blocks`).
+
+    Returns:
+        A function that restores the original classes.
+
+    Raises:
+        ModelError: the class of a block cannot be replaced, or a block of a multi-block segment has hooks, as FSDP2
+            adds.
+    """
+    modules = [model.get_submodule(name) for name in blocks]
+    swaps = list(_swaps(modules, blocks, schedule))
+    for index, _ in swaps:
+        _check(blocks[index], modules[index])
+    if len({id(modules[index]) for index, _ in swaps}) < len(swaps):
+        raise _refused("Two entries of the recomputation schedule are the same module.", "recompute.block_repeated")
+    heads = [part for _, part in swaps if isinstance(part, _Head)]
+    plain = [(modules[index], type(modules[index])) for index, _ in swaps]
+    hooks = (
+        [model.register_forward_pre_hook(_Begins(heads)), model.register_forward_hook(_Ends(heads))] if heads else []
+    )
+
+    def undo() -> None:
+        for hook in hooks:
+            hook.remove()
+        for module, kind in plain:
+            # Skip blocks whose class the user replaced since.
+            now = type(module)
+            if issubclass(now, _Swapped) and now.__mro__[2] is kind:
+                module.__class__ = kind
+            module.__dict__.pop(_PART, None)
+
+    try:
+        for index, part in swaps:
+            kind = _swapped(type(modules[index]))  # type: ignore[arg-type]  # a class is hashable
+            modules[index].__dict__[_PART] = part
+            modules[index].__class__ = kind
+    except BaseException:  # A class that cannot be subclassed, or Ctrl-C after some blocks were replaced.
+        undo()
+        raise
+    return undo
+
+
+class _Hook:
+    """Hook on the model's forward. A copy of the model has no segments, so a copied hook has none."""
+
+    def __init__(self, heads: Sequence[_Head]) -> None:
+        self._heads = heads
+
+    def __reduce__(self) -> Any:
+        return type(self), ((),)
+
+
+class _Begins(_Hook):
+    """Before a forward: drop the state left by an earlier forward that raised."""
+
+    def __call__(self, *_: Any) -> None:
+        for head in self._heads:
+            head.forget()
+
+
+class _Ends(_Hook):
+    """After a forward: check that every block of every segment was called."""
+
+    def __call__(self, *_: Any) -> None:
+        if missed := [module for head in self._heads for module in head.left]:
+            name = type(missed[0]).__mro__[2].__name__
+            raise _broken(f"The model's forward did not call {name}, a block of a recomputed segment.")
+
+
+def use_recomputation(
+    model: nn.Module, notation: str, blocks: tuple[str, ...], *, is_compiled: bool = False
+) -> Callable[[], None]:
+    """Recompute the activations of a model's blocks by a schedule; return a function that undoes the change.
+
+    Args:
+        notation: schedule in the notation of `trimtab.core.recompute_schedule`, or "every_block".
+        blocks: names of the modules that the schedule refers to; (): the blocks found in the module tree.
+        is_compiled: True if the model is compiled afterwards.
+
+    Raises:
+        ModelError: the model lacks the blocks, has another number of blocks, or `use_schedule` raises.
+    """
+    model, blocks = _blocks_of(model, blocks)
+    if isinstance(model, torch.jit.ScriptModule):  # A scripted model has no modules by name either.
+        raise _refused("A TorchScript model cannot recompute activations.", "recompute.scripted")
+    try:
+        schedule = schedule_of(notation, len(blocks))
+    except ValueGivenError:
+        raise ModelError(
+            "plan.recompute",
+            problem=f"The plan's recomputation schedule {notation!r:.80} does not cover exactly the {len(blocks)} "
+            "blocks of the model.",
+            hint=_PLAN_AGAIN,
+            code="recompute.blocks_differ",
+        ) from None
+    if is_compiled and any(next(model.get_submodule(name).buffers(), None) is not None for name in blocks):
+        problem = "The plan compiles and recomputes blocks that have buffers, whose updates would be applied twice."
+        raise _refused(problem, "recompute.compiled_buffers")
+    return use_schedule(model, blocks, schedule)
+
+
+def _blocks_of(model: nn.Module, named: tuple[str, ...]) -> tuple[nn.Module, tuple[str, ...]]:
+    """Return the model, or the model wrapped in it, that contains all named blocks; without names, find the blocks."""
+    if not named:
+        if not (blocks := find_blocks(model)):
+            raise ModelError(
+                "plan.recompute",
+                problem=f"The plan recomputes activations, but no repeated blocks were found in "
+                f"{type(model).__name__}.",
+                hint=_PLAN_AGAIN,
+                code="recompute.no_blocks",
+            )
+        return model, blocks
+    for root in _roots(model):
+        known = {name for name, _ in root.named_modules()}
+        if known.issuperset(named):
+            return root, named
+    known = {name for name, _ in model.named_modules()}
+    missing = next(name for name in named if name not in known)
+    raise ModelError(
+        "plan.recompute",
+        problem=f"The plan recomputes the module {missing}, which {type(model).__name__} does not have.",
+        hint=_PLAN_AGAIN,
+        code="recompute.blocks_differ",
+    )
+
+
+def _roots(model: nn.Module) -> Iterator[nn.Module]:
+    """Yield a model and the models that it wraps, since the plan may have been made before wrapping."""
+    yield model
+    children = dict(model.named_children())
+    if len(children) == 1 and (inner := next(map(children.get, _WRAPPED & children.keys()), None)) is not None:
+        yield from _roots(inner)
+
+
+def _refused(problem: str, code: str) -> ModelError:
+    return ModelError("plan.recompute", problem=problem, hint=_WITHOUT, code=code)
+
+
+def _broken(problem: str) -> ModelError:
+    hint = (
+        "Call the blocks in order, pass each block's output to the next block, and pass equal other arguments to all "
+        "blocks; or use a schedule whose segments have one block each."
+    )
+    return ModelError("plan.recompute", problem=problem, hint=hint, code="recompute.not_a_chain")
+
+
+def _check(name: str, module: nn.Module) -> None:
+    if isinstance(module, torch.jit.ScriptModule):
+        raise _refused(f"The block {name} is a TorchScript module, which cannot be recomputed.", "recompute.scripted")
+    if isinstance(module, _Swapped):
+        problem = f"The block {name} is recomputed already, by another run or an earlier call."
+        raise _refused(problem, "recompute.in_use")
+    if "forward" in vars(module):
+        problem = f"The forward of the block {name} was replaced on the instance, so its class cannot be changed."
+        raise _refused(problem, "recompute.forward_replaced")
+
+
+def _swaps(
+    modules: Sequence[nn.Module], names: Sequence[str], schedule: Schedule
+) -> Iterator[tuple[int, _Alone | _Head | _Follower]]:
+    """Yield the index of each block that changes, with its new behaviour."""
+    for part in schedule:
+        if isinstance(part, KeptBlock):
+            if part.in_part:
+                yield part.index, _Alone(names[part.index], modules[part.index], in_part=True)
+        elif len(part.stages) == 1:
+            yield part.stages[0], _Alone(names[part.stages[0]], modules[part.stages[0]], in_part=False)
+        else:
+            first, *others = part.stages
+            _check_hooks([modules[index] for index in part.stages])
+            head = _Head(part, [modules[index] for index in part.stages], [names[index] for index in part.stages])
+            yield first, head
+            yield from ((index, _Follower(head)) for index in others)
+
+
+def _check_hooks(modules: Sequence[nn.Module]) -> None:
+    names = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    for module, name in itertools.product(modules, names):
+        if getattr(module, name):
+            raise ModelError(
+                "plan.recompute",
+                problem=f"A {type(module).__name__} in a recomputed segment of several blocks has hooks, which would "
+                "run twice.",
+                hint="Remove the hooks, or use a schedule whose segments have one block each.",
+                code="recompute.hooks",
+            )
+
+
+class _Swapped:
+    """Mixin placed before a block's own class in the method resolution order."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        part: _Alone | _Head | _Follower = self.__dict__[_PART]
+        return part.run(self, super().forward, args, kwargs)  # type: ignore[misc]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        reduced: Any = super().__reduce_ex__(max(2, protocol))
+        _, (kind, *others), *rest = reduced
+        if rest and isinstance(rest[0], dict):
+            rest[0] = {name: value for name, value in rest[0].items() if name != _PART}
+        return _plain, (type(self).__mro__[2] if kind is type(self) else kind, *others), *rest
+
+
+def _plain(kind: type[nn.Module], *others: Any) -> nn.Module:
+    return kind.__new__(kind, *others)
+
+
+@functools.cache
+def _swapped(plain: type[nn.Module]) -> type[nn.Module]:
+    return type(plain.__name__, (_Swapped, plain), {"__module__": plain.__module__, "__qualname__": plain.__qualname__})
+
+
+class _Alone:
+    """A block checkpointed by itself, entirely or except for its expensive operations."""
+
+    def __init__(self, name: str, module: nn.Module, *, in_part: bool) -> None:
+        self._forwards, self._in_part = RecomputedForwards({name: module}), in_part
+
+    def run(self, module: Any, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Return the block's output."""
+        return recompute_call(forward, self._forwards, args, kwargs, in_part=self._in_part)
+
+
+def _segments(segment: RecomputedSegment) -> Iterator[tuple[int, ...]]:
+    """Yield the stages of a segment and of all nested segments."""
+    yield tuple(segment.stages)
+    for part in segment.parts:
+        if isinstance(part, RecomputedSegment):
+            yield from _segments(part)
+
+
+class _Head:
+    """The first block of a multi-block segment, which runs the whole segment.
+
+    Attributes:
+        left: blocks of the segment that the model's code has not called yet.
+        made: the segment's output; None if the segment did not run (gradients disabled) and each block runs by itself.
+    """
+
+    def __init__(self, segment: RecomputedSegment, modules: Sequence[nn.Module], names: Sequence[str]) -> None:
+        named = dict(zip(segment.stages, zip(names, modules, strict=True), strict=True))
+        self._stages = tuple(segment.stages)
+        # Created here, because torch.compile cannot add dictionary keys while tracing.
+        self._forwards = {
+            stages: RecomputedForwards(dict(named[each] for each in stages)) for stages in _segments(segment)
+        }
+        self._parts = segment.parts
+        self._modules = dict(zip(segment.stages, modules, strict=True))
+        self._plain = {index: functools.partial(type(m).forward, m) for index, m in self._modules.items()}
+        self.forget()
+
+    def forget(self) -> None:
+        """Reset the state of the current forward."""
+        self.left: list[nn.Module] = []
+        self.made: Any = None
+        self._given: Arguments = (), {}
+        self._under: Any = None
+
+    def run(self, module: Any, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Return the output of the segment's last block."""
+        self.forget()
+        if keeps_activations():
+            return forward(*args, **kwargs)
+        made = recompute_call(self._run, self._forwards[self._stages], (self._parts, *args), kwargs)
+        self.left = list(self._modules.values())[1:]
+        self.made, self._given, self._under = made, (args[1:], kwargs), _ambient()
+        return made
+
+    def hand_on(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Return the segment's output for the next block of the segment.
+
+        Raises:
+            ModelError: the block is out of order, its arguments differ, or grad mode or autocast changed.
+        """
+        name = type(module).__mro__[2].__name__
+        if not self.left or self.left[0] is not module:
+            raise _broken(f"The model's forward called {name}, a block of a recomputed segment, out of order.")
+        if not args or args[0] is not self.made or not same_arguments((args[1:], kwargs), self._given):
+            raise _broken(
+                f"{name}, a block within a recomputed segment, was not called with the previous block's output as "
+                "first argument and otherwise with the arguments of the segment's first block."
+            )
+        if _ambient() != self._under:
+            raise _broken(f"Grad mode or autocast changed within a recomputed segment, before {name}.")
+        self.left.pop(0)
+        made = self.made
+        if not self.left:
+            self.forget()
+        return made
+
+    def _run(self, parts: Schedule, x: Any, *args: Any, **kwargs: Any) -> Any:
+        for part in parts:
+            x = self._of(part)(x, *args, **kwargs)
+        return x
+
+    def _of(self, part: Part) -> Callable[..., Any]:
+        if isinstance(part, RecomputedSegment):
+            forwards = self._forwards[tuple(part.stages)]
+            return lambda *args, **kwargs: recompute_call(self._run, forwards, (part.parts, *args), kwargs)
+        return self._plain[part.index]
+
+
+def _ambient() -> tuple[Any, ...]:
+    """Return grad mode and autocast settings."""
+    kinds = ("cpu", "cuda")
+    casts = tuple((torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds)
+    return (torch.is_grad_enabled(), casts)
+
+
+class _Follower:
+    """A later block of a segment: returns the segment's output, or runs by itself if the segment did not run."""
+
+    def __init__(self, head: _Head) -> None:
+        self._head = head
+
+    def run(self, module: Any, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Return the segment's output, or the block's own output if the segment did not run."""
+        if self._head.made is None:
+            return forward(*args, **kwargs)
+        return self._head.hand_on(module, args, kwargs)

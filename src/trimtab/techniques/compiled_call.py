@@ -1,0 +1,122 @@
+"""In-place compilation of a model's calls by torch.compile, CUDA graphs or both."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_iter
+
+from trimtab.core.choice import Compiled, is_by_compiler, is_recorded
+from trimtab.core.errors import ValueGivenError
+from trimtab.techniques.cuda_graphs import GraphReplayer
+
+
+def is_compiled(model: nn.Module) -> bool:
+    """Return True if the model or a submodule is compiled already."""
+    return any(hasattr(each, "_orig_mod") or each._compiled_call_impl is not None for each in model.modules())
+
+
+def check_available(compiled: Compiled, device: torch.device) -> None:
+    """Raise `ValueGivenError` if a plan uses CUDA graphs and the device is not a CUDA device."""
+    if is_recorded(compiled) and device.type != "cuda":
+        raise ValueGivenError(
+            "plan.compiled",
+            got=f"CUDA graphs (compiled={compiled!r}) for a model on the device {device.type!r}",
+            expected="a model on a CUDA device",
+            hint="Move the model to the GPU before trimtab.start, or use a plan with compiled=False.",
+            code="compiled.no_cuda",
+        )
+
+
+def require_as_written(compiled: Compiled, model: nn.Module) -> None:
+    """Raise `ValueGivenError` if a plan compiles a model that the user has compiled already."""
+    if compiled and is_compiled(model):
+        raise ValueGivenError(
+            "plan.compiled",
+            problem=f"The plan compiles the model (compiled={compiled!r}), but the model or one of its submodules is "
+            "compiled already.",
+            hint="Remove torch.compile from the loop, or use a plan with compiled=False. To resume a checkpoint with "
+            'that plan, pass Checkpoints(accepts=("plan",)).',
+            code="compiled.twice",
+        )
+
+
+def noting_calls(model: nn.Module, note: Callable[[], None]) -> Callable[[], None]:
+    """Call `note` before each forward of a model; return a function that ends this.
+
+    In a model compiled in place, hooks are part of the compiled code, and hooks added later are not called, so its call
+    is wrapped. The call is also wrapped if a model rejects hooks, as a scripted model does.
+    """
+    called: Any = model._compiled_call_impl
+    before = called
+    if called is None:
+        try:
+            return model.register_forward_pre_hook(lambda *_: note()).remove
+        except Exception:  # Raised by torch or by the model's own class.
+            called = model._call_impl
+
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        note()
+        return called(*args, **kwargs)
+
+    model._compiled_call_impl = noted
+
+    def end() -> None:
+        model._compiled_call_impl = before
+
+    return end
+
+
+class CompiledCall:
+    """A model's call, compiled at its first call, captured as a CUDA graph at a later call, or both.
+
+    Random numbers are the same as without compilation, so dropout masks are unchanged. A copy of the model is not
+    compiled.
+
+    Args:
+        model: the model, changed in place.
+        saw: called before each forward, outside of the compiled code, since a new hook would cause a recompilation.
+        compiled: the plan's setting.
+
+    Attributes:
+        is_on: True if calls use the compiled code; False runs the original forward.
+        began: time of the first call, in seconds of `time.perf_counter`.
+        shapes: shapes of input tensors since the last `take_shapes`; None if shapes are not collected.
+        recorder: captures and replays CUDA graphs; None without graphs.
+    """
+
+    def __init__(self, model: nn.Module, saw: Callable[[], None], compiled: Compiled = True) -> None:
+        called: Any = model._call_impl
+        if is_by_compiler(compiled):
+            model.compile(options={"fallback_random": True})
+            called = model._compiled_call_impl
+        self.recorder = GraphReplayer(model, called) if is_recorded(compiled) else None
+        self._model, self._called, self._saw = model, self.recorder or called, saw
+        self.is_on = True
+        self.shapes: list[torch.Size] | None = None
+        self.began: float | None = None
+        model._compiled_call_impl = self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the model's forward."""
+        self._saw()
+        if self.began is None:
+            self.began = time.perf_counter()
+        if self.shapes is not None:
+            self.shapes += [each.shape for each in tree_iter((args, kwargs)) if isinstance(each, Tensor)]
+        return self._called(*args, **kwargs) if self.is_on else self._model._call_impl(*args, **kwargs)
+
+    def take_shapes(self) -> tuple[torch.Size, ...]:
+        """Return the input shapes collected since the last call, and clear them."""
+        shapes, self.shapes = tuple(self.shapes or ()), []
+        return shapes
+
+    def undo(self) -> None:
+        """Restore the model's original call."""
+        vars(self._model).pop("_compiled_call_impl", None)
+        if self.recorder is not None:
+            self.recorder.forget()
