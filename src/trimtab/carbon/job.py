@@ -13,10 +13,12 @@ from typing import NamedTuple
 
 from trimtab.carbon.intensity import JOULES_PER_KWH, Intensity
 from trimtab.core.choice import MeasuredCost
+from trimtab.core.energy_reading import NO_METER, MeterFacts
 from trimtab.core.errors import ValueGivenError
 from trimtab.core.units import format_seconds
 from trimtab.core.validation import number
-from trimtab.plans.plan import Plan
+
+ASSUMED_W = 1000.0
 
 
 class TrainingPeriod(NamedTuple):
@@ -54,8 +56,8 @@ class PauseCost:
     least_stretch_s: float = 0.0
 
     def __post_init__(self) -> None:
-        for name in ("seconds", "joules", "idle_watts", "least_stretch_s"):
-            number(f"pause.{name}", getattr(self, name), low=0)
+        for name, value in vars(self).items():
+            number(f"pause.{name}", value, low=0)
         if self.joules and not self.seconds:
             given = f"{self.joules:g} J with pause.seconds=0"
             raise ValueGivenError("pause.joules", got=given, expected="0 J, or positive pause.seconds")
@@ -94,7 +96,7 @@ class TrainingJob:
 def power_draws(job: TrainingJob, now_s: float, stretches: Sequence[TrainingPeriod]) -> tuple[PowerDraw, ...]:
     """Return the draws of a job from now to its end: waiting, training and pauses."""
     found = [PowerDraw(now_s, stretches[0].begin_s, job.waiting_watts)]
-    found += [PowerDraw(each.begin_s, each.end_s, job.watts) for each in stretches]
+    found += [PowerDraw(*each, job.watts) for each in stretches]
     if job.pause is not None:
         for before, after in itertools.pairwise(stretches):
             lost_s = max(before.end_s, after.begin_s - job.pause.seconds)
@@ -111,19 +113,8 @@ def grams_of(taken: Iterable[PowerDraw], intensity: Intensity) -> float:
     )
 
 
-# Remaining work of a run for carbon scheduling: duration from a plan's step time, and power.
-
-ASSUMED_W = 1000.0
-_UNKNOWN_IDLE = "power while waiting is unknown and not counted"
-
-
-@dataclass(frozen=True)
-class MachinePower:
-    """Power of a machine.
-
-    Args:
-        known: source of the figures, in words.
-    """
+class MachinePower(NamedTuple):
+    """Power of a machine while training and while waiting, and the source of the figures in words."""
 
     watts: float
     idle_watts: float
@@ -150,11 +141,10 @@ class RemainingWork:
 
         The seconds lost to a pause draw as much power as training.
         """
-        power, pause = self.power, None
-        if self.pause_s is not None:
-            pause = PauseCost(self.pause_s, self.pause_s * power.watts, power.idle_watts)
-        start_s = (self.pause_s or 0.0) if done else 0.0
-        return TrainingJob((self.steps - done) * self.step_s + start_s, power.watts, power.idle_watts, pause)
+        watts, idle_watts, _ = self.power
+        pause = None if self.pause_s is None else PauseCost(self.pause_s, self.pause_s * watts, idle_watts)
+        start_s = pause.seconds if pause and done else 0.0
+        return TrainingJob((self.steps - done) * self.step_s + start_s, watts, idle_watts, pause)
 
     def describe(self, done: int) -> dict[str, str]:
         """Return the remaining work, power and pause cost in words."""
@@ -164,38 +154,41 @@ class RemainingWork:
         return {"work": f"{format_seconds(left * self.step_s)}: {each}", "power": self.power.known, **pause}
 
 
-def step_seconds(plan: Plan | None, steps: int, takes_s: float | None) -> tuple[float, str]:
-    """Return the seconds per step and their source: the given run time, else the plan's; `ValueGivenError` without."""
+def step_seconds(
+    steps: int, takes_s: float | None, measured: MeasuredCost | None = None, predicted: MeasuredCost | None = None
+) -> tuple[float, str]:
+    """Return the seconds per step, by the given duration or a plan's cost, and their source; else `ValueGivenError`."""
     if takes_s is not None:
         return takes_s / steps, "from the given duration of the run"
-    found = _cost(plan)
-    if found is None:
-        raise ValueGivenError(
-            "--when-clean",
-            got="no step time",
-            problem="--when-clean needs the duration of the run, and the plan has no step time.",
-            hint="Pass the duration with --takes, such as --takes 5h, or a measured plan.",
-            code="carbon.duration_unknown",
-        )
-    how = "measured" if plan is not None and plan.measured is not None else "predicted"
-    return found.step_s, f"{how} by the plan, without evaluations"
+    for cost, how in ((measured, "measured"), (predicted, "predicted")):
+        if cost is not None:
+            return cost.step_s, f"{how} by the plan, without evaluations"
+    raise ValueGivenError(
+        "--when-clean",
+        got="no step time",
+        problem="--when-clean needs the duration of the run, and the plan has no step time.",
+        hint="Pass the duration with --takes, such as --takes 5h, or a measured plan.",
+        code="carbon.duration_unknown",
+    )
 
 
-def power_of(plan: Plan | None, watts: float | None, idle_watts: float | None) -> MachinePower:
-    """Return the power for emissions: as given, else from the plan's meter, else 1 kW.
+def power_of(
+    watts: float | None, idle_watts: float | None, cost: MeasuredCost | None = None, meter: MeterFacts = NO_METER
+) -> MachinePower:
+    """Return the power for emissions: as given, else from a plan's cost and meter, else 1 kW.
 
     Raises `ValueGivenError` if `idle_watts` is given, but the power while training is unknown.
     """
+    known_idle = None
     if watts is not None:
-        idle = _UNKNOWN_IDLE if idle_watts is None else f"{idle_watts:g} W while waiting (given)"
-        return MachinePower(watts, idle_watts or 0.0, f"{watts:g} W (given); {idle}")
-    found = _cost(plan)
-    if plan is not None and found is not None and found.energy_j is not None:
-        watts, given = found.energy_j / found.step_s, "" if idle_watts is None else " (given)"
-        idle_w = plan.meter.idle_w if idle_watts is None else idle_watts
-        idle = _UNKNOWN_IDLE if idle_w is None else f"{idle_w:.3g} W while waiting{given}"
-        return MachinePower(watts, idle_w or 0.0, f"{watts:.3g} W ({plan.meter.provenance} during planning); {idle}")
-    if idle_watts is not None:
+        known = f"{watts:g} W (given)"
+    elif cost is not None and cost.energy_j is not None:
+        watts, known_idle = cost.energy_j / cost.step_s, meter.idle_w
+        known = f"{watts:.3g} W ({meter.provenance} during planning)"
+    elif idle_watts is None:
+        assumed = f"unknown: emissions assume {ASSUMED_W:g} W while training and none while waiting"
+        return MachinePower(ASSUMED_W, 0.0, f"{assumed}; relative savings are valid")
+    else:
         raise ValueGivenError(
             "--idle-watts",
             got=f"{idle_watts:g}",
@@ -203,11 +196,8 @@ def power_of(plan: Plan | None, watts: float | None, idle_watts: float | None) -
             hint="Pass --energy-watts too, or a plan with measured energy.",
             code="carbon.power_unknown",
         )
-    known = (
-        f"unknown: emissions assume {ASSUMED_W:g} W while training and none while waiting; relative savings are valid"
-    )
-    return MachinePower(ASSUMED_W, 0.0, known)
-
-
-def _cost(plan: Plan | None) -> MeasuredCost | None:
-    return None if plan is None else plan.measured or plan.predicted
+    if idle_watts is not None:
+        return MachinePower(watts, idle_watts, f"{known}; {idle_watts:g} W while waiting (given)")
+    if known_idle is not None:
+        return MachinePower(watts, known_idle, f"{known}; {known_idle:.3g} W while waiting")
+    return MachinePower(watts, 0.0, f"{known}; power while waiting is unknown and not counted")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -88,11 +87,8 @@ def reads_of(seats: Sequence[MeterPlacement], rank: int, metering: Metering | No
 
 
 def _name(device: torch.device) -> str:
-    """Return the GPU's unique name, or the closest substitute; "" for a CPU."""
-    if device.type != "cuda":
-        return ""
-    index = device.index if device.index is not None else torch.cuda.current_device()
-    return uuid_of(index) or f"{index} of {os.environ.get('CUDA_VISIBLE_DEVICES', 'all')}"
+    """Return the GPU's unique name; "" for a CPU."""
+    return uuid_of(device) if device.type == "cuda" else ""
 
 
 def _together(readers: Sequence[tuple[str, MeterFacts]]) -> MeterFacts:

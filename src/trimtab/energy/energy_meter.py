@@ -9,17 +9,17 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
 from typing import Protocol, runtime_checkable
 
 from trimtab.core import validation
-from trimtab.core.energy_reading import WINDOW_S, Energy, Provenance, absent_energy, sum_energy
+from trimtab.core.energy_reading import WINDOW_S, Energy, PowerLimit, Provenance, absent_energy, sum_energy
 
 # Maximum fraction of a clock's seconds in intervals too short for the meter; these are excluded from joules and
 # seconds.
 _SHORT = 0.1
 # Interval of meter readings in `tick`. Energy used between the last reading and a pause is not counted.
 _DUE_S = WINDOW_S / 4
+_BY_TRUST = (Provenance.ABSENT, Provenance.ESTIMATED, Provenance.MEASURED)
 
 
 class MeterLost(Exception):
@@ -63,7 +63,7 @@ class Meter(Protocol):
 
 
 class NoMeter:
-    """Absent meter with a reason and the code of its cause."""
+    """Absent meter with a reason and the code of its cause, which `joules` raises as a `MeterLost`."""
 
     provenance, sources, period_s = Provenance.ABSENT, (), math.inf
 
@@ -71,7 +71,6 @@ class NoMeter:
         self.reason, self.code = reason, code
 
     def joules(self) -> float:
-        """Raise `MeterLost` with the reason."""
         raise MeterLost(self.reason, code=self.code)
 
 
@@ -90,48 +89,36 @@ class GivenWatts:
         return self.watts * (self._clock() - self._begun)
 
 
+def limits_of(meter: Meter) -> tuple[PowerLimit, ...]:
+    """Return the power limits of a meter's devices; none for a user's meter without the method `limits`."""
+    limits: Callable[[], tuple[PowerLimit, ...]] = getattr(meter, "limits", tuple)
+    return limits()
+
+
 class SeveralMeters:
     """Sum of the meters of several devices; measured only if all of them are."""
 
     def __init__(self, meters: Sequence[Meter]) -> None:
         self._meters = tuple(meters)
-        kinds = {meter.provenance for meter in self._meters}
-        lowest = (Provenance.ABSENT, Provenance.ESTIMATED, Provenance.MEASURED)
-        self.provenance = next(kind for kind in lowest if kind in kinds)
+        self.provenance = min((meter.provenance for meter in self._meters), key=_BY_TRUST.index)
         self.sources = tuple(source for meter in self._meters for source in meter.sources)
         self.period_s = min(meter.period_s for meter in self._meters)
 
+    def limits(self) -> tuple[PowerLimit, ...]:
+        """Return the power limits of all devices."""
+        return tuple(limit for meter in self._meters for limit in limits_of(meter))
+
     def joules(self) -> float:
         """Return the sum. Every meter is read even after a failure, so that no further reading is lost."""
-        found, lost = [], []
+        total, lost = 0.0, []
         for meter in self._meters:
             try:
-                found.append(meter.joules())
+                total += meter.joules()
             except MeterLost as reason:
                 lost.append(str(reason))
         if lost:
             raise MeterLost("; ".join(lost))
-        return math.fsum(found)
-
-
-@dataclass(frozen=True)
-class _Reading:
-    """A reading of a meter.
-
-    Attributes:
-        at_s: Time of the reading.
-        joules: Energy, or None after a failure.
-        lost: Reason for unknown energy before the reading, or "".
-    """
-
-    at_s: float
-    joules: float | None
-    lost: str = ""
-
-    @property
-    def anew(self) -> _Reading:
-        """The reading as the start of an interval, for which earlier losses do not matter."""
-        return self if self.joules is None else replace(self, lost="")
+        return total
 
 
 class EnergyClock:
@@ -149,30 +136,33 @@ class EnergyClock:
     ) -> None:
         self._meter, self._window_s, self._clock = meter, window_s, clock
         self._due_s = min(_DUE_S, meter.period_s / 2)
-        self._begun: _Reading | None = None  # start of the current interval; None while paused
-        self._last = _Reading(clock(), None, "the energy clock was not started")
-        self._whole: Energy | None = None
+        # Readings are pairs of seconds and joules (None after a failure).
+        self._begun: tuple[float, float | None] | None = None  # begin of the current interval; None while paused
+        self._last: tuple[float, float | None] = (clock(), None)
+        self._lost = "the energy clock was not started"  # reason for unknown energy in the current interval, or ""
+        self._ticked_at = self._last[0]
+        self._whole: Energy | None = None  # sum of the intervals before the current one, without those too short
         self._short_s = 0.0
-        self._ticked_at = clock()
 
     @property
     def seconds(self) -> float:
         """Seconds of the current interval; 0 while paused."""
-        return 0.0 if self._begun is None else self._clock() - self._begun.at_s
+        return 0.0 if self._begun is None else self._clock() - self._begun[0]
 
     def start(self) -> None:
         """Start or resume. Energy since `pause` is not counted. No effect while running."""
         if self._begun is None:
-            self._begun = self._last = self._reading().anew
-            self._ticked_at = self._last.at_s
+            self._lost = ""
+            self._read_meter()
+            self._begin()
+            self._ticked_at = self._last[0]
 
     def tick(self) -> None:
         """Read the meter if a reading is due. Call as often as possible, between steps."""
-        if self._begun is None:
-            return
-        self._ticked_at = self._clock()
-        if self._ticked_at - self._last.at_s >= self._due_s:
-            self._last = self._reading(self._last.lost)
+        if self._begun is not None:
+            self._ticked_at = self._clock()
+            if self._ticked_at - self._last[0] >= self._due_s:
+                self._read_meter()
 
     def pause(self) -> None:
         """Stop at the last reading, at most a quarter of `WINDOW_S` before the last tick.
@@ -181,17 +171,19 @@ class EnergyClock:
         """
         if self._begun is not None:
             if self._meter.provenance is Provenance.MEASURED:
-                self._short_s += max(0.0, self._ticked_at - self._last.at_s)
-            self._close(self._begun)
+                self._short_s += max(0.0, self._ticked_at - self._last[0])
+            self.lap()
             self._begun = None
 
     def lap(self) -> Energy:
         """Return the energy from the start or last lap to the last reading, and start a new interval there."""
         if self._begun is None:
-            return absent_energy(self._last.lost or "the energy clock is paused")
-        found, self._begun = self._close(self._begun), self._last.anew
-        self._last = self._begun
-        return found
+            return absent_energy(self._lost or "the energy clock is paused")
+        found = self._interval(self._begun)
+        seconds = self._last[0] - self._begun[0]
+        self._whole, self._short_s = self._totals(self._begun)
+        self._begin()
+        return found or absent_energy(self._too_short(seconds), seconds)
 
     def read(self) -> Energy:
         """Return the total energy of all intervals including the current one, with the seconds it covers.
@@ -201,63 +193,56 @@ class EnergyClock:
         """
         whole, short_s = self._whole, self._short_s
         if self._begun is not None:
-            self._last = self._reading(self._last.lost)
-            whole, short_s = self._with(self._stretch(self._begun))
+            self._read_meter()
+            whole, short_s = self._totals(self._begun)
         known_s = 0.0 if whole is None else whole.seconds
         is_lost = whole is not None and whole.joules is None
         if not is_lost and short_s > _SHORT * (known_s + short_s):
             return absent_energy(self._too_short(short_s), known_s + short_s)
         return whole or absent_energy("the meter was not read")
 
-    def _close(self, begun: _Reading) -> Energy:
-        """Add the interval up to the last reading to the total, and return its energy."""
-        found = self._stretch(begun)
-        self._whole, self._short_s = self._with(found)
-        return found[0]
+    def _begin(self) -> None:
+        """Begin an interval at the last reading, for which earlier losses do not matter."""
+        self._begun = self._last
+        if self._last[1] is not None:
+            self._lost = ""
 
-    def _stretch(self, begun: _Reading) -> tuple[Energy, bool]:
-        """Return the energy of an interval up to the last reading, and True if it is too short for the meter."""
-        last, meter = self._last, self._meter
-        seconds = last.at_s - begun.at_s
-        if not seconds > 0:
-            return absent_energy("the interval has a length of 0 s"), True
-        if begun.joules is None or last.joules is None or last.lost:
-            return absent_energy(last.lost or begun.lost, seconds), False
-        if meter.provenance is Provenance.MEASURED and seconds < self._window_s:
-            return absent_energy(self._too_short(seconds), seconds), True
-        return _counted(last.joules - begun.joules, seconds, meter), False
-
-    def _with(self, stretch: tuple[Energy, bool]) -> tuple[Energy | None, float]:
-        """Return the total including an interval, and the seconds of all too short intervals."""
-        found, is_short = stretch
-        if is_short:
-            return self._whole, self._short_s + found.seconds
+    def _totals(self, begun: tuple[float, float | None]) -> tuple[Energy | None, float]:
+        """Return the energy up to the last reading, and the seconds of all intervals too short for the meter."""
+        found = self._interval(begun)
+        if found is None:
+            return self._whole, self._short_s + self._last[0] - begun[0]
         return found if self._whole is None else sum_energy((self._whole, found), in_turn=True), self._short_s
+
+    def _interval(self, begun: tuple[float, float | None]) -> Energy | None:
+        """Return the energy of an interval up to the last reading; None if it is too short for the meter."""
+        (begun_at, begun_j), (last_at, last_j), meter = begun, self._last, self._meter
+        seconds, sources = last_at - begun_at, tuple(meter.sources)
+        if not seconds > 0:
+            return None
+        if begun_j is None or last_j is None or self._lost:
+            return absent_energy(self._lost, seconds)
+        if meter.provenance is Provenance.MEASURED and seconds < self._window_s:
+            return None
+        joules = last_j - begun_j
+        if not 0 < joules < math.inf:
+            reason = f"changed by {joules:g} J in {seconds:.3g} s, which is not a valid energy"
+            return absent_energy(f"{', '.join(sources)} {reason}", seconds)
+        return Energy(seconds, joules, meter.provenance, sources)
 
     def _too_short(self, seconds: float) -> str:
         return f"{seconds:.2g} s were in intervals of less than {self._window_s:g} s, which are too short for the meter"
 
-    def _reading(self, lost: str = "") -> _Reading:
-        joules, why = self._asked()
-        if joules is None:  # the loss may concern only the past, so a second reading can succeed
-            joules, _ = self._asked()
-        return _Reading(self._clock(), joules, lost or why)
-
-    def _asked(self) -> tuple[float | None, str]:
-        try:
-            return float(self._meter.joules()), ""
-        except MeterLost as reason:
-            return None, str(reason) or "the meter could not be read"
-        except Exception as error:  # a user's meter may raise any exception, which must not end the run
-            return None, f"the meter could not be read ({type(error).__name__}: {error})"
-
-
-def _counted(joules: float, seconds: float, meter: Meter) -> Energy:
-    if joules == 0:
-        return absent_energy(f"{', '.join(meter.sources)} did not increase in {seconds:.3g} s", seconds)
-    if not 0 < joules < math.inf:
-        return absent_energy(
-            f"{', '.join(meter.sources)} increased by {joules:g} J in {seconds:.3g} s, which is not a valid energy",
-            seconds,
-        )
-    return Energy(seconds, joules, meter.provenance, tuple(meter.sources))
+    def _read_meter(self) -> None:
+        """Read the meter, twice if the first reading fails: the failure may concern only the time before."""
+        joules = None
+        for _ in range(2):
+            try:
+                joules = float(self._meter.joules())
+                break
+            except MeterLost as reason:
+                lost = str(reason) or "the meter could not be read"
+            except Exception as error:  # a user's meter may raise any exception, which must not end the run
+                lost = f"the meter could not be read ({type(error).__name__}: {error})"
+            self._lost = self._lost or lost
+        self._last = (self._clock(), joules)

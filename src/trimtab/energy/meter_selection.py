@@ -11,23 +11,19 @@ from typing import Any
 import torch
 
 from trimtab.core import validation
-from trimtab.core.energy_reading import WINDOW_S, MeterFacts, PowerLimit, Provenance
+from trimtab.core.energy_reading import WINDOW_S, MeterFacts, Provenance
 from trimtab.core.errors import ValueGivenError
 from trimtab.core.objective import Budget, Objective
-from trimtab.energy.energy_meter import EnergyClock, GivenWatts, Meter, NoMeter, SeveralMeters
+from trimtab.energy.energy_meter import EnergyClock, GivenWatts, Meter, NoMeter, SeveralMeters, limits_of
 from trimtab.energy.nvml import nvml
 from trimtab.energy.rapl import ROOT, rapl
 
 WITHOUT_METER = ("refuse", "renormalise")
-_BY_OTHERS = "another rank reads the meter of this machine"
 
 
 @dataclass(frozen=True)
 class ReadCounters:
-    """Counters read by this process: its machine's CPU, and its own device.
-
-    With several ranks on a machine, whole-machine meters are read by the rank that reads the CPU.
-    """
+    """Counters read by this process: its machine's CPU, which includes whole-machine meters, and its own device."""
 
     processor: bool = True
     device: bool = True
@@ -64,12 +60,9 @@ class Metering:
         if self.watts is not None:
             validation.number("energy_watts", self.watts, low=0, open_low=True)
         if self.watts is not None and self.meter is not None:
+            hint = "Pass watts for an estimate, or a meter for measurements."
             raise ValueGivenError(
-                "energy_watts",
-                got="watts and a meter",
-                expected="either watts or a meter",
-                hint="Pass watts for an estimate, or a meter for measurements.",
-                code="energy.watts_and_meter",
+                "energy_watts", problem="Both watts and a meter are given.", hint=hint, code="energy.watts_and_meter"
             )
 
     @property
@@ -102,78 +95,26 @@ def find_meter(
         ValueGivenError: The user's meter lacks a required attribute.
     """
     metering, reads = metering or Metering(), reads or reads_alone(device)
-    own = None if metering.meter is None else _checked(metering.meter)
+    if metering.meter is not None:
+        _require_meter(metering.meter)
     if reads.nothing or (metering.is_of_machine and not reads.processor):
-        return _as_found(NoMeter(_BY_OTHERS))
+        return _selected(NoMeter("another rank reads the meter of this machine"))
     if metering.watts is not None:
-        return _as_found(GivenWatts(metering.watts))
-    if own is not None:
-        return _as_found(own)
-    return _of_device(device, reads, rapl(metering.root) if reads.processor else None, library)
-
-
-def elsewhere_meter(device: str) -> SelectedMeter:
-    """Return the absent meter of a target device that is not in this machine."""
-    return _as_found(
-        NoMeter(f"{device} is not in this machine, and its data sheet does not contain the energy of a step")
-    )
-
-
-def measurable(
-    objective: Objective, budget: Budget, found: SelectedMeter, without: str = "refuse"
-) -> tuple[Objective, MeterFacts]:
-    """Return the objective that the meter can score, and the meter's facts.
-
-    Raises:
-        ValueGivenError: Energy has a weight or limit, there is no meter, and `without` does not allow dropping the
-            weight.
-    """
-    if not found.facts.is_absent or (objective.energy == 0 and budget.energy is None):
-        return objective, found.facts
-    if without == "renormalise" and budget.energy is None:
-        return objective.without_energy(), replace(found.facts, left_out=objective.energy)
-    raise ValueGivenError(
-        "energy",
-        got=f"no energy meter ({found.facts.reason})",
-        expected="a machine with an energy meter",
-        problem=f"The objective or the budget contains energy, which cannot be measured: {found.facts.reason}.",
-        hint="Remove energy, or pass Metering(watts=...) for an estimate. "
-        'Metering(without="renormalise") drops the weight of energy from the objective, but no limit.',
-        code="energy.no_meter",
-    )
-
-
-def _of_device(device: torch.device, reads: ReadCounters, processor: Any, library: Any) -> SelectedMeter:
-    if not reads.device:
-        return _as_found(processor)
-    index = device.index if device.index is not None else torch.cuda.current_device()
-    gpu = nvml(index, uuid=uuid_of(index), library=library)
-    if isinstance(gpu, NoMeter) or processor is None:
-        return _as_found(gpu)
+        return _selected(GivenWatts(metering.watts))
+    if metering.meter is not None:
+        return _selected(metering.meter)
+    processor = rapl(metering.root) if reads.processor else None
+    if processor is not None and not reads.device:
+        return _selected(processor)
+    gpu = nvml(uuid_of(device), library=library)
+    if processor is None or isinstance(gpu, NoMeter):
+        return _selected(gpu)
     if isinstance(processor, NoMeter):
-        found = _as_found(gpu)
-        return replace(found, facts=replace(found.facts, uncounted=(f"the CPU: {processor.reason}",)))
-    return _as_found(SeveralMeters((gpu, processor)), limits=_limits(gpu) + _limits(processor))
+        return _selected(gpu, f"the CPU: {processor.reason}")
+    return _selected(SeveralMeters((gpu, processor)))
 
 
-def uuid_of(index: int) -> str:
-    """Return a GPU's UUID from torch, or "" if torch has none."""
-    found = getattr(torch.cuda.get_device_properties(index), "uuid", None)
-    return "" if found is None else str(found)
-
-
-def _as_found(meter: Meter, limits: tuple[PowerLimit, ...] | None = None) -> SelectedMeter:
-    reason = meter.reason if isinstance(meter, NoMeter) else ""
-    limits = _limits(meter) if limits is None else limits
-    uncounted = tuple(getattr(meter, "uncounted", ()))
-    return SelectedMeter(meter, MeterFacts(meter.provenance, tuple(meter.sources), None, reason, uncounted, limits))
-
-
-def _limits(meter: Any) -> tuple[PowerLimit, ...]:
-    return meter.limits() if hasattr(meter, "limits") else ()
-
-
-def _checked(meter: Meter) -> Meter:
+def _require_meter(meter: Meter) -> None:
     is_one = isinstance(meter, Meter) and meter.provenance in (Provenance.MEASURED, Provenance.ESTIMATED)
     if not is_one or isinstance(getattr(meter, "uncounted", ()), str):
         raise ValueGivenError(
@@ -184,7 +125,44 @@ def _checked(meter: Meter) -> Meter:
             hint="See docs/energy.md for an example of a meter.",
             code="meter.invalid",
         )
-    return meter
+
+
+def uuid_of(device: torch.device) -> str:
+    """Return a GPU's UUID."""
+    return str(torch.cuda.get_device_properties(device).uuid)
+
+
+def _selected(meter: Meter, *uncounted: str) -> SelectedMeter:
+    reason = meter.reason if isinstance(meter, NoMeter) else ""
+    uncounted = (*getattr(meter, "uncounted", ()), *uncounted)
+    facts = MeterFacts(meter.provenance, tuple(meter.sources), None, reason, uncounted, limits_of(meter))
+    return SelectedMeter(meter, facts)
+
+
+def elsewhere_meter(device: str) -> SelectedMeter:
+    """Return the absent meter of a target device that is not in this machine."""
+    reason = f"{device} is not in this machine, and its data sheet does not contain the energy of a step"
+    return _selected(NoMeter(reason))
+
+
+def measurable(
+    objective: Objective, budget: Budget, found: SelectedMeter, without: str = "refuse"
+) -> tuple[Objective, MeterFacts]:
+    """Return the objective that the meter can score, and the meter's facts.
+
+    Raises `ValueGivenError` if there is no meter, unless energy does not count or `without` allows dropping its weight.
+    """
+    if not found.facts.is_absent or (objective.energy == 0 and budget.energy is None):
+        return objective, found.facts
+    if without == "renormalise" and budget.energy is None:
+        return objective.without_energy(), replace(found.facts, left_out=objective.energy)
+    raise ValueGivenError(
+        "energy",
+        problem=f"The objective or the budget contains energy, which cannot be measured: {found.facts.reason}.",
+        hint="Remove energy, or pass Metering(watts=...) for an estimate. "
+        'Metering(without="renormalise") drops the weight of energy from the objective, but no limit.',
+        code="energy.no_meter",
+    )
 
 
 def with_idle(found: SelectedMeter, sleep: Callable[[float], None] = time.sleep) -> SelectedMeter:

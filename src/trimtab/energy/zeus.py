@@ -17,10 +17,46 @@ from trimtab.energy.energy_meter import MeterLost
 
 # Disjoint parts of an Apple chip; the CPU total includes cores and clusters.
 _APPLE = ("cpu_total_mj", "dram_mj", "gpu_mj", "gpu_sram_mj", "ane_mj")
-_WAY_OUT = "Pass the power in watts instead, for an estimate: trimtab.Metering(watts=...)."
+_USE_WATTS = "Pass the power in watts instead, for an estimate: trimtab.Metering(watts=...)."
 
 
-class ZeusGpu:
+class _ZeusMeter:
+    """A device of Zeus, opened and read once at creation."""
+
+    provenance, period_s = Provenance.MEASURED, math.inf
+
+    def __init__(self, opener: str, source: str, library: Any, *given: int) -> None:
+        self.sources: tuple[str, ...] = (source,)
+        self._given = given
+        try:
+            library = library or importlib.import_module("zeus.device")
+        except ImportError:
+            problem = f"{type(self).__name__} needs the package zeus, which is not installed."
+            raise _refused(problem, "Run `pip install 'trimtab[zeus]'`.", "zeus.not_installed") from None
+        try:
+            self._device = getattr(library, opener)()
+        except Exception as error:  # the exception classes differ between versions of Zeus
+            problem = f"Zeus finds no device with the counter {source!r} ({type(error).__name__}: {error})."
+            raise _refused(problem, _USE_WATTS, "zeus.no_device") from None
+        try:
+            self.joules()
+        except MeterLost as error:
+            problem = f"The counter {source!r} cannot be read: {error}."
+            raise _refused(problem, _USE_WATTS, "zeus.not_readable") from None
+
+    def joules(self) -> float:
+        """Return the energy in joules; `MeterLost` if the device is unreadable, or reports none of the known parts."""
+        try:
+            found = self._device.get_total_energy_consumption(*self._given)
+        except Exception as error:  # the exception classes differ between versions of Zeus
+            raise MeterLost(f"Zeus failed ({type(error).__name__}: {error})", code="zeus.failed") from None
+        return self._millijoules(found) / 1e3
+
+    def _millijoules(self, found: Any) -> float:
+        return float(found)
+
+
+class ZeusGpu(_ZeusMeter):
     """Energy meter of a GPU since its driver was loaded; includes the work of other processes.
 
     Args:
@@ -30,92 +66,30 @@ class ZeusGpu:
         ValueGivenError: Zeus is not installed, or cannot read a counter of this GPU.
     """
 
-    provenance, period_s = Provenance.MEASURED, math.inf
     uncounted: tuple[str, ...] = ("the CPU, and other GPUs",)
 
     def __init__(self, index: int = 0, *, library: Any = None) -> None:
-        self._index = validation.integer("index", index, low=0)
-        self.sources: tuple[str, ...] = (f"zeus gpu {index}",)
-        self._device = _opened(self, "get_gpus", library)
-
-    def joules(self) -> float:
-        """Return the energy in joules.
-
-        Raises:
-            MeterLost: The GPU is unreadable.
-        """
-        millijoules: float = _asked(self._device, self._index)
-        return millijoules / 1e3
+        validation.integer("index", index, low=0)
+        super().__init__("get_gpus", f"zeus gpu {index}", library, index)
 
 
-class ZeusApple:
+class ZeusApple(_ZeusMeter):
     """Energy meter of an Apple chip: CPU, memory, GPU and neural engine.
 
     Raises:
         ValueGivenError: Zeus is not installed, or this is not an Apple chip.
     """
 
-    provenance, period_s = Provenance.MEASURED, math.inf
-    sources: tuple[str, ...] = ("zeus apple silicon",)
-
     def __init__(self, *, library: Any = None) -> None:
-        self._device = _opened(self, "get_soc", library)
+        super().__init__("get_soc", "zeus apple silicon", library)
 
-    def joules(self) -> float:
-        """Return the energy in joules.
-
-        Raises:
-            MeterLost: The chip is unreadable, or reports none of the known parts.
-        """
-        found = _asked(self._device)
+    def _millijoules(self, found: Any) -> float:
         parts = [part for name in _APPLE if (part := getattr(found, name, None)) is not None]
         if not parts:
             reason = f"Zeus returned no known energy counter of this chip: {found!r:.200}"
             raise MeterLost(reason, code="zeus.no_counter")
-        return math.fsum(parts) / 1e3
+        return math.fsum(parts)
 
 
-def _opened(meter: ZeusGpu | ZeusApple, name: str, library: Any) -> Any:
-    """Return Zeus's device after a successful test reading."""
-    try:
-        library = library or importlib.import_module("zeus.device")
-    except ImportError:
-        raise ValueGivenError(
-            "meter",
-            got="no package zeus",
-            expected="the package zeus",
-            problem=f"{type(meter).__name__} needs the package zeus, which is not installed.",
-            hint="Run `pip install 'trimtab[zeus]'`.",
-            code="zeus.not_installed",
-        ) from None
-    expected = f"a device with the counter {meter.sources[0]!r}"
-    try:
-        meter._device = getattr(library, name)()
-    except Exception as error:  # the exception classes differ between versions of Zeus
-        raise ValueGivenError(
-            "meter",
-            got=f"{type(error).__name__}: {error}",
-            expected=expected,
-            problem=f"Zeus finds no device with the counter {meter.sources[0]!r} ({type(error).__name__}: {error}).",
-            hint=_WAY_OUT,
-            code="zeus.no_device",
-        ) from None
-    try:
-        meter.joules()
-    except MeterLost as error:
-        raise ValueGivenError(
-            "meter",
-            got=str(error),
-            expected=expected,
-            problem=f"The counter {meter.sources[0]!r} cannot be read: {error}.",
-            hint=_WAY_OUT,
-            code="zeus.not_readable",
-        ) from None
-    return meter._device
-
-
-def _asked(device: Any, *given: Any) -> Any:
-    try:
-        return device.get_total_energy_consumption(*given)
-    except Exception as error:  # the exception classes differ between versions of Zeus
-        raise MeterLost(f"Zeus failed ({type(error).__name__}: {error})", code="zeus.failed") from None
+def _refused(problem: str, hint: str, code: str) -> ValueGivenError:
+    return ValueGivenError("meter", problem=problem, hint=hint, code=code)

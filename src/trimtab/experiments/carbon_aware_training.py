@@ -24,8 +24,6 @@ from trimtab.core.serialization import to_jsonable
 from trimtab.experiments.train import Note
 from trimtab.experiments.train_summary import TrainingPart
 
-# Interruptible wait until a wall-clock time.
-
 # Upper bound on the reaction time to a signal, to a changed clock, or after a suspend.
 SLICE_S = 1.0
 
@@ -112,8 +110,7 @@ class ScheduledTraining:
 def schedule_of_rest(wish: CarbonRequest, work: RemainingWork, done: int, now_s: float) -> CarbonSchedule:
     """Return the schedule of the remaining work after `done` steps; without a forecast, start now."""
     forecast, reason = forecast_or_reason(wish.source, now_s)
-    how = {} if forecast is not None else {"unknown": reason}
-    return when_to_train(forecast, work.job(done), now_s, wish.deadline_s, **how)
+    return when_to_train(forecast, work.job(done), now_s, wish.deadline_s, unknown=reason)
 
 
 def train_when_clean(

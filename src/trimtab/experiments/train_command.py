@@ -9,6 +9,7 @@ from typing import Any
 
 from trimtab.carbon.job import RemainingWork, power_of, step_seconds
 from trimtab.checkpoint.config import Checkpoints
+from trimtab.core.energy_reading import NO_METER
 from trimtab.core.errors import ValueGivenError
 from trimtab.core.objective import Budget
 from trimtab.core.serialization import read_json
@@ -45,8 +46,10 @@ class LowCarbonOptions:
 
     def work(self, plan: Plan | None, steps: int) -> RemainingWork:
         """Return the work of a run of `steps` steps."""
-        step_s, seconds_by = step_seconds(plan, steps, self.takes_s)
-        return RemainingWork(steps, step_s, seconds_by, power_of(plan, self.watts, self.idle_watts), self.pause_s)
+        measured, predicted, meter = (plan.measured, plan.predicted, plan.meter) if plan else (None, None, NO_METER)
+        step_s, seconds_by = step_seconds(steps, self.takes_s, measured, predicted)
+        power = power_of(self.watts, self.idle_watts, measured or predicted, meter)
+        return RemainingWork(steps, step_s, seconds_by, power, self.pause_s)
 
 
 def plan_of_run(

@@ -92,6 +92,6 @@ def _carbon_figures(parts: Sequence[Carbon]) -> dict[str, Any]:
 def told_carbon(seconds: float, energy: Energy, grid: Intensity) -> Carbon:
     """Return the carbon emissions of a run that ended just now after `seconds` seconds, at constant power."""
     try:
-        return carbon_of([(time.time() - seconds, energy)], grid)
+        return carbon_of(time.time() - seconds, energy, grid)
     except ValueGivenError as error:  # An intensity file that ends before the run does must not lose the training.
         return Carbon(None, grid.kind, Provenance.ABSENT, str(error))

@@ -15,6 +15,7 @@ from trimtab.core.energy_reading import Energy, Provenance, absent_energy
 from trimtab.core.errors import FormatError, ValueGivenError
 
 KWH = 3.6e6
+ABSENT = absent_energy("no meter", 60)
 TRACE = "time,g_per_kwh\n2026-03-01T00:00Z,100\n2026-03-01T01:00Z,300\n2026-03-01T02:00Z,50\n"
 MIDNIGHT = datetime.datetime(2026, 3, 1, tzinfo=datetime.UTC).timestamp()
 
@@ -24,7 +25,7 @@ def used(joules: float, seconds: float, kind: Provenance = Provenance.MEASURED) 
 
 
 def test_a_constant_is_grams_per_kilowatt_hour():
-    found = carbon_of([(MIDNIGHT, used(2 * KWH, 3600))], constant(350, "average"))
+    found = carbon_of(MIDNIGHT, used(2 * KWH, 3600), constant(350, "average"))
     assert (found.grams, found.kind, found.provenance) == (700.0, "average", Provenance.MEASURED)
     assert "700 g" in found.describe()
 
@@ -40,7 +41,7 @@ def test_a_constant_is_grams_per_kilowatt_hour():
     ],
 )
 def test_a_trace_is_weighed_by_its_hours(begin_s, seconds, grams):
-    found = carbon_of([(MIDNIGHT + begin_s, used(KWH, seconds))], of_csv(TRACE, "marginal"))
+    found = carbon_of(MIDNIGHT + begin_s, used(KWH, seconds), of_csv(TRACE, "marginal"))
     assert found.grams == pytest.approx(grams)
 
 
@@ -50,9 +51,8 @@ def test_a_stretch_is_the_sum_of_its_parts(figures, begins, lasts):
     whole_s = 3600.0 * len(figures)
     begin_s = begins * whole_s / 2
     seconds = lasts * whole_s / 2
-    whole = carbon_of([(begin_s, used(KWH, seconds))], intensity)
-    halves = [(begin_s + i * seconds / 2, used(KWH / 2, seconds / 2)) for i in range(2)]
-    parts = carbon_of(halves, intensity)
+    whole = carbon_of(begin_s, used(KWH, seconds), intensity)
+    parts = sum_carbon(carbon_of(begin_s + i * seconds / 2, used(KWH / 2, seconds / 2), intensity) for i in range(2))
     assert parts.grams == pytest.approx(whole.grams, rel=1e-9, abs=1e-9)
     assert min(figures) - 1e-6 <= whole.grams <= max(figures) + 1e-6
 
@@ -60,21 +60,22 @@ def test_a_stretch_is_the_sum_of_its_parts(figures, begins, lasts):
 @pytest.mark.parametrize(("begin_s", "seconds"), [(-1, 10), (2.5 * 3600, 3600), (5 * 3600, 1)])
 def test_hours_of_which_nothing_is_known_are_refused(begin_s, seconds):
     with raises(ValueGivenError, code="value.invalid", field="carbon.time"):
-        carbon_of([(MIDNIGHT + begin_s, used(KWH, seconds))], of_csv(TRACE, "average"))
+        carbon_of(MIDNIGHT + begin_s, used(KWH, seconds), of_csv(TRACE, "average"))
 
 
 def test_what_is_not_measured_has_no_carbon():
-    found = carbon_of([(MIDNIGHT, used(KWH, 60)), (MIDNIGHT, absent_energy("no meter", 60))], constant(100, "average"))
-    assert (found.grams, found.reason) == (None, "no meter")
-    assert carbon_of([], constant(100, "average")).grams is None
+    known, unknown = (carbon_of(MIDNIGHT, each, constant(100, "average")) for each in (used(KWH, 60), ABSENT))
+    for found in (unknown, sum_carbon([known, unknown])):
+        assert (found.grams, found.provenance, found.reason) == (None, Provenance.ABSENT, "no meter")
 
 
 def test_what_is_estimated_stays_so():
-    parts = [(MIDNIGHT, used(KWH, 60)), (MIDNIGHT, used(KWH, 60, Provenance.ESTIMATED))]
-    found = carbon_of(parts, constant(100, "average"))
+    energies = used(KWH, 60), used(KWH, 60, Provenance.ESTIMATED)
+    parts = [carbon_of(MIDNIGHT, each, constant(100, "average")) for each in energies]
+    assert [part.provenance for part in parts] == [Provenance.MEASURED, Provenance.ESTIMATED]
+    found = sum_carbon(parts)
     assert (found.grams, found.provenance) == (200.0, Provenance.ESTIMATED)
-    assert "400 g" in sum_carbon([found, found]).describe()
-    assert sum_carbon([found, found]).provenance == Provenance.ESTIMATED
+    assert "200 g" in found.describe()
 
 
 def test_average_and_marginal_are_never_added():
@@ -83,19 +84,18 @@ def test_average_and_marginal_are_never_added():
     for parts in ([one, other], []):
         with raises(ValueGivenError, code="value.invalid", field="carbon"):
             sum_carbon(parts)
-    assert sum_carbon([one, Carbon(None, "average", Provenance.ABSENT, "no meter")]).grams is None
 
 
-@pytest.mark.parametrize("kind", ["", "mean", None])
-def test_an_intensity_says_which_it_is(kind):
-    with raises(ValueGivenError, code="value.invalid", field="carbon.kind"):
-        constant(100, kind)
-
-
-@pytest.mark.parametrize("grams", [-1, math.nan, math.inf, "100"])
-def test_a_constant_that_is_none_is_refused(grams):
-    with raises(ValueGivenError, code="value.invalid", field="carbon.g_per_kwh"):
-        constant(grams, "average")
+@pytest.mark.parametrize(
+    ("grams", "kind", "field"),
+    [
+        *((100, kind, "carbon.kind") for kind in ("", "mean", None)),
+        *((grams, "average", "carbon.g_per_kwh") for grams in (-1, math.nan, math.inf, "100")),
+    ],
+)
+def test_a_constant_that_is_none_or_of_no_kind_is_refused(grams, kind, field):
+    with raises(ValueGivenError, code="value.invalid", field=field):
+        constant(grams, kind)
 
 
 @pytest.mark.parametrize(

@@ -303,7 +303,7 @@ FAULTS = {
     "nan": ((200, gb_body([100, 200]).replace(b"200", b"NaN")), "intensity.not_json", "127.0.0.1"),
     "twice": ((200, b'{"data": [], "data": []}'), "intensity.not_json", "127.0.0.1"),
     "deep": ((200, b"[" * 100_000), "intensity.not_json", "127.0.0.1"),
-    "a list": ((200, b"[]"), "intensity.format_differs", "a list"),
+    "a list": ((200, b"[]"), "intensity.format_differs", "answer"),
     "echo": (echoes, "intensity.format_differs", ""),
 }
 
@@ -337,11 +337,11 @@ ROW = gb_rows([100])[0]
 @pytest.mark.parametrize(
     ("row", "word"),
     [
-        ({"from": None}, "text field from"),
+        ({"from": None}, "from"),
         ({"from": "today"}, "from"),
         ({"from": "2026-03-01T00:00"}, "from"),
         ({"to": ROW["from"]}, "lengths"),
-        ({"intensity": None}, "NoneType"),
+        ({"intensity": None}, "intensity"),
         ({"intensity": {}}, "forecast"),
         ({"intensity": {"forecast": "100"}}, "forecast"),
         ({"intensity": {"forecast": True}}, "forecast"),

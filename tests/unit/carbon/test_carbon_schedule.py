@@ -85,19 +85,39 @@ def test_a_flat_forecast_is_start_now(forecast, pause):
     assert "the best saves" not in found.reason
 
 
-def test_the_past_is_never_chosen_however_clean_it_was():
-    known = trace([1, 1, 1, 1, 50, 250, 250, 250])
-    found = when_to_train(known, TrainingJob(HOUR, 1000, pause=FREE), NOW + 4 * HOUR, NOW + 8 * HOUR)
-    assert found.is_start_now
+START_NOW = {  # forecast, seconds of the job, its pause, seconds until the deadline -> grams, code, words
+    "cleaner before": (trace([1, 50, 250, 250], begin_s=NOW - HOUR), HOUR, FREE, 3 * HOUR, 50, "no_saving", "1%"),
+    "too little saved": (trace([200, 199]), HOUR, None, 2 * HOUR, 200, "no_saving", "0.5%"),
+    "pauses too long": (trace([100, 300, 100]), 2 * HOUR, PauseCost(HOUR + 1, 0, 0), 3 * HOUR, 400, "no_saving", ""),
+    "as clean later": (trace([100, 100, 100, 300]), 2 * HOUR, FREE, 4 * HOUR, 200, "no_saving", ""),
+    "too late": (trace([300, 100, 300]), 2 * HOUR, None, HOUR, 400, "deadline_missed", "60 min 0 s"),
+    "too late, unknown": (None, 2 * HOUR, None, -HOUR, None, "deadline_missed", "3.00 h"),
+    "no forecast": (None, HOUR, None, DAY, None, "no_forecast", "no forecast is available"),
+    "begins later": (trace([300, 200, 100], begin_s=NOW + HOUR), HOUR, None, DAY, None, "forecast_too_short", ""),
+    "ends before": (trace([300, 200, 100], begin_s=NOW - 3 * HOUR), HOUR, None, DAY, None, "forecast_too_short", ""),
+    "ends in between": (trace([300, 200, 100]), 3.5 * HOUR, None, DAY, None, "forecast_too_short", "2026-03-01T03:00"),
+}
 
 
-def test_no_schedule_meets_a_deadline_that_starting_now_misses():
-    found = when_to_train(trace([300, 100, 300]), TrainingJob(2 * HOUR, 1000), NOW, NOW + HOUR)
+@pytest.mark.parametrize(("forecast", "seconds", "pause", "until_s", "grams", "code", "words"), START_NOW.values())
+def test_it_starts_now_and_says_why(forecast, seconds, pause, until_s, grams, code, words):
+    found = when_to_train(forecast, TrainingJob(seconds, 1000, pause=pause), NOW, NOW + until_s)
     assert found.is_start_now
-    assert found.code == "carbon.deadline_missed"
-    assert "60 min 0 s" in found.reason
-    assert found.grams == pytest.approx(400)
-    assert when_to_train(None, TrainingJob(2 * HOUR, 1000), NOW, NOW - HOUR).grams is None
+    assert (found.grams, found.start_now_g) == (pytest.approx(grams), pytest.approx(grams))
+    assert (found.saved_g, found.saved_share) == ((None, None) if grams is None else (0, 0))
+    assert (found.code, found.kind) == (f"carbon.{code}", forecast and "average")
+    assert words in found.describe()
+
+
+def test_a_reason_of_the_caller_is_told():
+    found = when_to_train(None, TrainingJob(HOUR, 1000), NOW, NOW + DAY, unknown="the service answered 429")
+    assert found.describe() == "start now: the service answered 429"
+
+
+def test_a_step_that_begins_within_a_microsecond_counts():
+    now_s = math.nextafter(NOW + HOUR, 0)
+    found = when_to_train(trace([100, 300, 100]), TrainingJob(HOUR, 1000), now_s, NOW + 3 * HOUR)
+    assert hours_used(found) == [(2, 3)]
 
 
 def test_a_deadline_that_is_just_met():
@@ -127,29 +147,6 @@ def test_time_zones_changed_clocks_and_shorter_steps_say_the_same(zone, day, par
     assert found.grams == pytest.approx(50 + 80 + 60 + 0.1 * 300)
 
 
-def test_without_a_forecast_it_starts_now_and_says_why():
-    found = when_to_train(None, TrainingJob(HOUR, 1000), NOW, NOW + DAY, unknown="the service answered 429")
-    assert found.is_start_now
-    assert (found.kind, found.grams, found.saved_g, found.saved_share) == (None, None, None, None)
-    assert found.code == "carbon.no_forecast"
-    assert found.describe() == "start now: the service answered 429"
-
-
-@pytest.mark.parametrize(("begins_h", "hours"), [(1, 1), (-3, 1), (0, 3.5)])
-def test_where_the_present_or_the_end_of_the_run_is_not_known_it_starts_now(begins_h, hours):
-    forecast = trace([300, 200, 100], begin_s=NOW + begins_h * HOUR)
-    found = when_to_train(forecast, TrainingJob(hours * HOUR, 1000), NOW, NOW + DAY)
-    assert found.is_start_now
-    assert (found.grams, found.code) == (None, "carbon.forecast_too_short")
-    assert begins_h or "2026-03-01T03:00" in found.describe()
-
-
-def test_only_what_is_known_is_used():
-    found = when_to_train(trace([300, 200, 100]), TrainingJob(HOUR, 1000, pause=FREE), NOW, NOW + DAY)
-    assert hours_used(found) == [(2, 3)]
-    assert "2026-03-01T03:00" in found.reason
-
-
 def test_a_pause_that_costs_more_than_it_saves_is_not_made():
     known, end_s = trace([100, 300, 100]), NOW + 3 * HOUR
     for pause, stretches in ((FREE, 2), (PauseCost(600, 0.65 * 3.6e6, 0), 2), (PauseCost(600, 0.67 * 3.6e6, 0), 1)):
@@ -158,8 +155,6 @@ def test_a_pause_that_costs_more_than_it_saves_is_not_made():
     for idle_watts, stretches in ((640, 2), (670, 1)):
         job = TrainingJob(2 * HOUR, 1000, pause=PauseCost(0, 0, idle_watts))
         assert len(when_to_train(known, job, NOW, end_s).stretches) == stretches
-    too_long = TrainingJob(2 * HOUR, 1000, pause=PauseCost(HOUR + 1, 0, 0))
-    assert when_to_train(known, too_long, NOW, end_s).is_start_now
 
 
 def test_a_stretch_is_worth_its_start():
@@ -189,38 +184,27 @@ def test_held_devices_make_waiting_dear():
     )
 
 
-def test_a_saving_below_the_threshold_is_start_now():
-    found = when_to_train(trace([200, 199]), TrainingJob(HOUR, 1000), NOW, NOW + 2 * HOUR)
-    assert found.is_start_now
-    assert found.code == "carbon.no_saving"
-    assert all(figure in found.reason for figure in ("1%", "0.5%"))
-    assert not when_to_train(
-        trace([200, 199]), TrainingJob(HOUR, 1000), NOW, NOW + 2 * HOUR, least_saving=0
-    ).is_start_now
-
-
-def test_stretches_have_to_be_worth_it_over_a_delay():
-    known, job = trace([200, 110, 100, 109, 100]), TrainingJob(2 * HOUR, 1000, pause=FREE)
-    assert hours_used(when_to_train(known, job, NOW, NOW + 5 * HOUR)) == [(2, 3), (4, 5)]
-    assert hours_used(when_to_train(known, job, NOW, NOW + 5 * HOUR, least_saving=0.05)) == [(2, 4)]
-
-
-def test_ties_go_to_the_earlier_and_the_simpler():
-    job = TrainingJob(2 * HOUR, 1000, pause=FREE)
-    known = trace([300, 100, 100, 300, 100, 100])
-    assert hours_used(when_to_train(known, job, NOW, NOW + 6 * HOUR)) == [(1, 3)]
-    assert when_to_train(trace([100, 100, 50 + 50, 300]), job, NOW, NOW + 4 * HOUR).is_start_now
-
-
-def test_what_is_found_fits_between_the_steps():
-    """A stretch ends at a step where beginning at one would be worse, and a first one where a later one has to."""
-    known = trace([400, 300, 200, 500])
-    assert hours_used(when_to_train(known, TrainingJob(1.5 * HOUR, 1), NOW, NOW + 4 * HOUR)) == [(1.5, 3)]
-    job = TrainingJob(2.5 * HOUR, 1, pause=FREE)
-    known = trace([400, 100, 900, 100, 100])
-    assert when_to_train(known, job, NOW, NOW + 5 * HOUR).grams == pytest.approx(0.25)
-    known = trace([400, 200, 900, 100, 100])
-    assert hours_used(when_to_train(known, job, NOW, NOW + 5 * HOUR)) == [(1.5, 2), (3, 5)]
+@pytest.mark.parametrize(
+    ("levels", "hours", "may_pause", "least_saving", "chosen"),
+    [
+        ([300, 200, 100], 1, True, 0.01, [(2, 3)]),  # only what is known: the deadline is later
+        ([200, 199], 1, False, 0, [(1, 2)]),
+        # stretches have to be worth it over a delay
+        ([200, 110, 100, 109, 100], 2, True, 0.01, [(2, 3), (4, 5)]),
+        ([200, 110, 100, 109, 100], 2, True, 0.05, [(2, 4)]),
+        # ties go to the earlier and the simpler
+        ([300, 100, 100, 300, 100, 100], 2, True, 0.01, [(1, 3)]),
+        # a stretch ends at a step where beginning at one would be worse, and a first one where a later one has to
+        ([400, 300, 200, 500], 1.5, False, 0.01, [(1.5, 3)]),
+        ([400, 200, 900, 100, 100], 2.5, True, 0.01, [(1.5, 2), (3, 5)]),
+        ([400, 100, 900, 100, 100], 2.5, True, 0.01, [(1, 2), (3, 4.5)]),
+    ],
+)
+def test_the_hours_are_those_of_least_emissions(levels, hours, may_pause, least_saving, chosen):
+    job = TrainingJob(hours * HOUR, 1000, pause=FREE if may_pause else None)
+    found = when_to_train(trace(levels), job, NOW, NOW + DAY, least_saving=least_saving)
+    assert hours_used(found) == chosen
+    assert "ends at 2026-03-01T0" in found.reason  # the forecast's end is told, as it is before the deadline
 
 
 @pytest.mark.parametrize(

@@ -144,13 +144,6 @@ def test_one_process_reads_what_there_is(tmp_path):
     assert meter_of_rank(torch.device("cpu"), Metering(root=tmp_path / "powercap")).job.is_absent
 
 
-def test_a_gpu_without_a_name_is_still_one(monkeypatch):
-    monkeypatch.setattr(rank_energy, "uuid_of", lambda index: "")
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3")
-    assert rank_energy._name(torch.device("cuda", 1)) == "1 of 2,3"
-    assert rank_energy._name(torch.device("cpu")) == ""
-
-
 def test_a_launched_rank_sits_where_it_was_put(monkeypatch):
     seats = []
     monkeypatch.setattr(rank_energy, "job_position", lambda: JobPosition(3, 4, 1))

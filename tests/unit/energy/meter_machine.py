@@ -53,7 +53,6 @@ class NVMLError(Exception):
 @dataclass
 class Gpu:
     uuid: str
-    name: str = "an accelerator"
     millijoules: int | None = 1_000_000
     milliwatts: int = 100_000
     mig: int | None = None
@@ -90,9 +89,6 @@ class Library:
 
     def nvmlDeviceGetUUID(self, gpu: Gpu) -> str:
         return gpu.uuid
-
-    def nvmlDeviceGetName(self, gpu: Gpu) -> bytes:
-        return gpu.name.encode()
 
     def nvmlDeviceGetMigMode(self, gpu: Gpu) -> list[int]:
         self._require_known(gpu)

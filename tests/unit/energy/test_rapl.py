@@ -14,7 +14,7 @@ from meter_machine import Clock, Tree
 
 from trimtab.core.energy_reading import PowerLimit, Provenance
 from trimtab.energy.energy_meter import EnergyClock, MeterLost, NoMeter
-from trimtab.energy.rapl import MOST_W, Rapl, rapl
+from trimtab.energy.rapl import MOST_W, Rapl, rapl, zones
 
 
 @pytest.fixture
@@ -29,6 +29,11 @@ def clock():
 
 def one_package(tree: Tree, **given) -> None:
     tree.add("intel-rapl:0", "package-0", **given)
+
+
+def damaged(tree: Tree, text: str) -> None:
+    one_package(tree)
+    tree.file("intel-rapl:0").write_text(text)
 
 
 def test_joules_are_what_a_counter_moved_by(tree, clock):
@@ -94,22 +99,18 @@ def test_packages_and_their_memory_add_up_and_cores_are_in_them(tree, clock):
     assert meter.sources == tuple(f"rapl {name}" for name in names)
 
 
-def test_mirrors_and_the_platform_are_not_counted_twice(tree):
-    tree.add("intel-rapl-mmio:0", "package-0")
-    tree.add("intel-rapl:0", "package-0")
-    tree.add("intel-rapl:1", "psys")
+PACKAGE, MIRROR, PLATFORM = ("intel-rapl:0", "package-0"), ("intel-rapl-mmio:0", "package-0"), ("intel-rapl:1", "psys")
+
+
+@pytest.mark.parametrize(
+    ("there", "counted"), [((MIRROR, PACKAGE, PLATFORM), PACKAGE), ((MIRROR,), MIRROR), ((PLATFORM,), PLATFORM)]
+)
+def test_mirrors_and_the_platform_are_counted_only_without_packages(tree, there, counted):
     (tree.root / "intel-rapl").mkdir()  # the control type, which is no zone
-    assert Rapl(tree.root).sources == ("rapl package-0",)
-    assert Rapl(tree.root)._zones[0].folder == tree.root / "intel-rapl:0"
-
-
-def test_what_only_the_mirror_or_the_platform_shows_is_read(tree, tmp_path):
-    tree.add("intel-rapl-mmio:0", "package-0")
-    assert Rapl(tree.root).sources == ("rapl package-0",)
-    (tmp_path / "other").mkdir()
-    other = Tree(tmp_path / "other")
-    other.add("intel-rapl:0", "psys")
-    assert Rapl(other.root).sources == ("rapl psys",)
+    for zone in there:
+        tree.add(*zone)
+    assert [(zone.folder.name, zone.name) for zone in zones(tree.root)] == [counted]
+    assert Rapl(tree.root).sources == (f"rapl {counted[1]}",)
 
 
 def test_one_of_several_that_may_not_be_read_makes_the_sum_unknown(tree, monkeypatch):
@@ -167,11 +168,7 @@ def test_a_counter_that_vanishes_is_lost_and_not_zero(tree, clock):
         (lambda tree: tree.add("dtpm:0", "package-0"), "rapl.missing", "no RAPL package"),
         (lambda tree: one_package(tree, range_j=None), "rapl.invalid_counter", "package-0"),
         (lambda tree: one_package(tree, range_j=0), "rapl.invalid_counter", "package-0"),
-        (
-            lambda tree: (one_package(tree), tree.file("intel-rapl:0").write_text("none")),
-            "rapl.invalid_counter",
-            "package-0",
-        ),
+        (lambda tree: damaged(tree, "none"), "rapl.invalid_counter", "package-0"),
     ],
 )
 def test_where_there_is_no_meter_it_says_why(tree, make, code, named):
@@ -183,16 +180,14 @@ def test_where_there_is_no_meter_it_says_why(tree, make, code, named):
     assert caught.value.code == code
 
 
-@pytest.mark.parametrize("most", [{}, {"constraint_0_max_power_uw": 0}])
-def test_a_limit_is_told_where_the_most_that_it_may_be_is_not(tree, most):
+@pytest.mark.parametrize(
+    ("most", "watts"),
+    [({"constraint_0_max_power_uw": 250_000_000}, 250.0), ({"constraint_0_max_power_uw": 0}, None), ({}, None)],
+)
+def test_power_limits_are_read_and_no_file_is_written(tree, most, watts):
     one_package(tree, constraint_0_power_limit_uw=125_000_000, **most)
-    assert Rapl(tree.root).limits() == (PowerLimit("package-0", 125.0, None, None),)
-
-
-def test_power_limits_are_read_and_no_file_is_written(tree):
-    one_package(tree, constraint_0_power_limit_uw=125_000_000, constraint_0_max_power_uw=250_000_000)
     before = {path: path.stat().st_mtime_ns for path in tree.root.rglob("*")}
-    assert Rapl(tree.root).limits() == (PowerLimit("package-0", 125.0, None, 250.0),)
+    assert Rapl(tree.root).limits() == (PowerLimit("package-0", 125.0, None, watts),)
     assert {path: path.stat().st_mtime_ns for path in tree.root.rglob("*")} == before
 
 
