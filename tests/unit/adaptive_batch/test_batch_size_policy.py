@@ -72,7 +72,6 @@ def test_k_stays_in_its_bounds(standing, policy, k_max):
 
 @given(standings(), powers_of_two, powers_of_two)
 def test_no_unit_of_loss_or_time_changes_goodput_or_the_norm_test(standing, loss, time):
-    """In units a power of two apart nothing is rounded otherwise: the decision is the same, not only nearly."""
     noise, times = standing.noise, standing.times
     scaled = replace(
         standing,
@@ -101,7 +100,6 @@ def test_more_noise_never_asks_for_less(trace, norm2, factor, rows, policy):
 
 @given(st.integers(1, 64), positive, positive, st.booleans())
 def test_goodput_settles_at_the_best_whole_k(start, scale, fixed_s, normalises):
-    """From anywhere, step by step: to where no other k is worth a change."""
     rule, noise = rule_of("goodput"), replace(KNOWN, trace=scale)
     standing = replace(STANDING, k=start, noise=noise, times=StepTimes(1.0, fixed_s), normalises=normalises)
     for _ in range(20):
@@ -125,7 +123,6 @@ def test_goodput_settles_at_the_best_whole_k(start, scale, fixed_s, normalises):
 )
 @pytest.mark.parametrize("k", [6, 9])
 def test_goodput_holds_while_it_is_uncertain(changes, code, figures, k):
-    """Also where k is other than what the likeliest noise asks for."""
     decision = decide(rule_of("goodput"), replace(STANDING, k=k, **changes))
     assert decision.k == k
     assert decision.code == code
@@ -188,7 +185,7 @@ def test_gradients_of_zero_decide_nothing_or_one(noise, fixed_s, policy):
     assert found is None or found >= 0
 
 
-def test_the_gain_is_the_best_ks_over_another():
+def test_the_gain_is_that_of_the_best_k_with_the_least_noise():
     rule = rule_of("goodput", k_max=16)
     found = gain(rule, STANDING, 1)
     best = min(STANDING.relative_time(k, 640.0) for k in range(1, 17))
@@ -196,14 +193,8 @@ def test_the_gain_is_the_best_ks_over_another():
     assert gain(rule, STANDING, 9) == pytest.approx(0.0, abs=1e-3)
     assert gain(rule_of("norm_test"), STANDING, 1) is None
     assert gain(rule, replace(STANDING, times=None), 1) is None
-
-
-def test_noise_that_grew_is_as_well_known():
     grown = KNOWN.grown(3.0)
     assert (grown.scale, grown.relative_error) == pytest.approx((3 * KNOWN.scale, KNOWN.relative_error))
-
-
-def test_a_gain_is_told_from_the_least_noise_and_unknown_where_that_asks_for_nothing():
     rule = rule_of("goodput", k_max=16)
     unsure = replace(STANDING, noise=replace(KNOWN, norm2_error=1.0))
     assert 0.01 < gain(rule, unsure, 1) < gain(rule, STANDING, 1)
@@ -214,16 +205,12 @@ def test_a_gain_is_told_from_the_least_noise_and_unknown_where_that_asks_for_not
     assert gain(rule, replace(STANDING, noise=replace(KNOWN, norm2_error=math.inf)), 1) is None
 
 
-def test_a_change_not_worth_a_hundredth_is_not_made():
+def test_k_changes_where_at_least_one_percent_is_gained():
     times = StepTimes(1.0, 1.0)
     scale = 8.0 * 4.2**2 / 2  # k* = 4.2 at b = 8
     decision = decide(rule_of("goodput"), replace(STANDING, noise=replace(KNOWN, trace=scale), times=times, k=5))
     assert decision.wanted == pytest.approx(4.2)
     assert decision.k == 5
-
-
-def test_many_steps_of_less_than_a_hundredth_are_made_where_they_bring_more():
-    """k moves by a factor of two at the most; whether it moves is asked of where it goes to."""
     few = replace(
         STANDING, k=1, noise=replace(KNOWN, trace=800.0), times=StepTimes(1.0, 0.02), normalises=True
     )  # N/b = 100
@@ -245,7 +232,7 @@ def test_without_a_fixed_part_or_without_noise_a_single_micro_batch_is_best(trac
     assert trace > 0 or decide(rule_of("norm_test"), standing).k == 1
 
 
-def test_the_papers_rule_to_the_letter():
+def test_other_policies_to_the_letter():
     rule = BatchRule("paper", k_max=16, sigma2_target=10.0, allowed=(4, 8))
     wanted = {10.0: 4, 400.0: 4, 401.0: 8, 1e9: 8}
     for trace, k in wanted.items():
@@ -254,16 +241,10 @@ def test_the_papers_rule_to_the_letter():
     unbounded = BatchRule("paper", k_max=16, sigma2_target=10.0)
     assert decide(unbounded, replace(STANDING, noise=replace(KNOWN, trace=8 * 55.0))).k == 6
     assert decide(unbounded, replace(STANDING, noise=replace(KNOWN, trace=8 * 1e6))).k == 16
-
-
-def test_the_norm_test_and_the_variance_rule():
     norm = BatchRule("norm_test", theta=0.5, k_max=64)
     assert decide(norm, replace(STANDING, k=16, noise=replace(KNOWN, trace=40.0))).k == 20  # 40 / (8 * 0.25)
     variance = BatchRule("variance", sigma2_target=10.0, k_max=64)
     assert decide(variance, replace(STANDING, k=4, num_ranks=2, noise=replace(KNOWN, trace=8 * 99.0))).k == 5
-
-
-def test_throughput_over_memory_to_the_letter():
     assert throughput_per_memory({1: (100.0, 100.0), 2: (95.0, 60.0), 4: (80.0, 40.0), 8: (50.0, 35.0)}) == 4
     assert throughput_per_memory({1: (100.0, 100.0), 2: (50.0, 50.0)}) == 1
 

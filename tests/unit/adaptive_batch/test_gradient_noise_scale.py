@@ -137,8 +137,6 @@ class ByDegrees(WindowNoise):
 
 
 def test_an_old_average_weighs_less_but_never_nothing():
-    """Where one window in many is measured, some thirty measurements are looked back on."""
-
     def after(age, changed=30):
         average = NoiseAverage()
         for trace in [1.0] * 400 + [5.0] * changed:
@@ -150,8 +148,7 @@ def test_an_old_average_weighs_less_but_never_nothing():
 
 
 @pytest.mark.parametrize("every", [1, 20])
-def test_large_gradients_of_a_runs_beginning_do_not_outweigh_what_follows(every):
-    """As of a language model: within some forty windows the norm falls a hundredfold, and the noise scale rises."""
+def test_a_change_of_the_gradients_size_does_not_outweigh_other_windows(every):
     average = NoiseAverage()
     for _ in range(10):
         average.add(WindowNoise(600.0, 150.0, 2, 8))  # N = 4
@@ -159,10 +156,6 @@ def test_large_gradients_of_a_runs_beginning_do_not_outweigh_what_follows(every)
         average.add(WindowNoise(40.0, 2.0, 2, 8), age=every)  # N = 20
     assert average.noise.scale == pytest.approx(20.0, rel=0.1)
     assert average.noise.norm2 == pytest.approx(average.noise.trace / average.noise.scale)
-
-
-def test_a_window_whose_gradient_leaps_weighs_as_much_as_any_other():
-    """A hundred times as long, after a bad batch: most of what it has is true gradient."""
     average = NoiseAverage()
     for window in range(100):
         average.add(WindowNoise(5e4, 5e5, 2, 8) if window == 50 else WindowNoise(40.0, 2.0, 2, 8))
@@ -171,7 +164,6 @@ def test_a_window_whose_gradient_leaps_weighs_as_much_as_any_other():
 
 @pytest.mark.parametrize("found", [WindowNoise(0.0, 0.0, 2, 8), WindowNoise(-3.0, 0.5, 4, 8)])
 def test_a_window_without_energy_is_in_units_of_something(found):
-    """All gradients zero; and a line through partial sums that says too little at their first."""
     average = NoiseAverage()
     average.add(found)
     average.add(found)
@@ -179,21 +171,18 @@ def test_a_window_without_energy_is_in_units_of_something(found):
     assert average.noise.scale == 0.0
 
 
-def test_what_a_run_began_with_fades_as_it_grows():
+def test_averages_weigh_windows_by_degrees_of_freedom_and_age():
+    average = NoiseAverage()
+    average.add(WindowNoise(1.0, 1.0, 2, 2))
+    average.add(WindowNoise(4.0, 1.0, 8, 8))
+    faded = 0.5**2
+    assert average.noise.trace == pytest.approx((faded * 1 + 7 * 4) / (faded + 7), rel=1e-9)
     average = NoiseAverage()
     for _ in range(10):
         average.add(WindowNoise(1.0, 1.0, 2, 2))
     average.add(WindowNoise(5.0, 1.0, 2, 2), age=20)  # at three times as long
     weight = sum(n**2 for n in range(1, 11)) / 10**2 / 3**2
     assert average.noise.trace == pytest.approx((weight + 5.0) / (weight + 1.0))
-
-
-def test_more_micro_batches_weigh_more():
-    average = NoiseAverage()
-    average.add(WindowNoise(1.0, 1.0, 2, 2))
-    average.add(WindowNoise(4.0, 1.0, 8, 8))
-    faded = 0.5**2
-    assert average.noise.trace == pytest.approx((faded * 1 + 7 * 4) / (faded + 7), rel=1e-9)
 
 
 def test_too_few_windows_are_not_sure():
@@ -238,24 +227,20 @@ def test_a_damaged_state_is_refused_and_changes_nothing(damage):
 RANKS = [[0.5, 3.0, 2.0, 6.0, 1.0, 2.0, 2.0], [0.25, 5.0, 1.0, 2.0, 3.0, 2.0, 1.0]]
 
 
-def test_terms_rows_and_shards_of_all_ranks_add_up():
+def test_figures_of_all_ranks_add_up_and_weigh_by_terms():
     found = JointMicroBatches.of_ranks(RANKS)
     assert (found.norm2, found.seen, found.terms, found.rows) == (0.75, [32.0, 12.0], [8.0, 4.0], [4.0, 3.0])
     assert len(RANKS[0]) == num_figures(2)
-
-
-def test_micro_batches_weigh_by_their_terms_on_all_ranks():
     w, m, g2 = (8 / 12, 4 / 12), (4, 3), (32 / 64, 12 / 16)
     spread = sum(one * (1 - one) / rows for one, rows in zip(w, m, strict=True))
     squares = sum(one**2 / rows for one, rows in zip(w, m, strict=True))
     expected = window_noise(sum(one * norm for one, norm in zip(w, g2, strict=True)), 0.75, spread, squares, 2)
     found = JointMicroBatches.of_ranks(RANKS).noise()
     assert vars(found) == pytest.approx(vars(expected), rel=1e-12)
-
-
-def test_one_without_terms_on_any_rank_is_none():
     with_none = JointMicroBatches(0.75, [32.0, math.nan, 12.0], [8.0, 0.0, 4.0], [4.0, 4.0, 3.0])
     assert with_none.noise() == JointMicroBatches.of_ranks(RANKS).noise()
+    assert JointMicroBatches(0.0, [0.0, 0.0], [0.0, 0.0], [4.0, 4.0]).noise() is None
+    assert JointMicroBatches(1.0, [1.0, 0.0], [4.0, 0.0], [4.0, 4.0]).noise() is None
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
@@ -263,11 +248,6 @@ def test_a_rank_that_shows_nothing_leaves_the_window_without_anything_to_say(bad
     found = JointMicroBatches.of_ranks([RANKS[0], [bad] * 7])
     assert found.noise() is None
     assert found.noise_of_sums() is None
-
-
-def test_windows_without_terms_or_of_one_micro_batch_say_nothing():
-    assert JointMicroBatches(0.0, [0.0, 0.0], [0.0, 0.0], [4.0, 4.0]).noise() is None
-    assert JointMicroBatches(1.0, [1.0, 0.0], [4.0, 0.0], [4.0, 4.0]).noise() is None
 
 
 @pytest.mark.parametrize("terms", [1e200, 1.7e308])

@@ -29,19 +29,13 @@ def filled(windows: int) -> WindowTimes:
     return times
 
 
-def test_the_first_windows_are_not_looked_at():
+def test_times_are_medians_after_the_first_windows():
     assert filled(SKIPPED + MIN_WINDOWS - 1).times(8) is None
     found = filled(SKIPPED + MIN_WINDOWS).times(8)
     assert (found.micro_s, found.fixed_s) == (pytest.approx(0.08), 0.2)
-
-
-def test_a_disturbed_window_weighs_nothing():
     times = filled(20)
     times.add(9.0, 50.0)
     assert times.times(8).fixed_s == 0.2
-
-
-def test_less_than_nothing_is_not_fixed():
     times = WindowTimes()
     for _ in range(10):
         times.add(0.01, -0.1)
@@ -106,7 +100,7 @@ def test_a_runs_very_first_windows_are_not_used():
     assert account.is_due()
 
 
-def test_uses_are_spread_and_closest_at_first():
+def test_uses_are_spread_and_closest_at_first_or_sparse():
     account, used_in = OverheadBudget("a technique"), []
     for window in range(600):
         if account.is_due():
@@ -118,6 +112,15 @@ def test_uses_are_spread_and_closest_at_first():
     assert gaps[0] == 1
     assert gaps == sorted(gaps)
     assert gaps[-1] == account.every == 20
+    account, used_in = OverheadBudget("a technique"), []
+    for window in range(200):
+        if account.is_due(sparse=20):
+            used_in.append(window)
+            account.use()
+            account.charge(1.0, 0.001)
+        account.pass_window()
+    assert used_in == list(range(20, 200, 20))
+    assert account.share == pytest.approx(0.001 * 9 / 200)
 
 
 def test_what_a_pause_saved_is_there_for_a_new_beginning():
@@ -147,26 +150,11 @@ def test_what_does_not_pay_is_paused_each_time_for_longer():
     assert account.review(gain=0.0).pause == 2 * PAUSE
 
 
-def test_a_sparse_use_is_never_in_two_windows_close_by():
-    account, used_in = OverheadBudget("a technique"), []
-    for window in range(200):
-        if account.is_due(sparse=20):
-            used_in.append(window)
-            account.use()
-            account.charge(1.0, 0.001)
-        account.pass_window()
-    assert used_in == list(range(20, 200, 20))
-    assert account.share == pytest.approx(0.001 * 9 / 200)
-
-
-def test_what_pays_goes_on():
+def test_a_technique_that_pays_continues_and_a_likely_gain_puts_a_pause_off():
     account = used(0.02, REVIEW)
     assert account.review(gain=0.05).pays
     assert not account.is_paused
     assert account.review(gain=0.0) is None  # not before it is time again
-
-
-def test_a_pause_that_a_gain_may_fall_into_is_put_off():
     account = used(0.02, REVIEW)
     assert account.review(gain=0.0, prospect=lambda: 0.05) is None
     assert not account.is_paused
@@ -175,13 +163,9 @@ def test_a_pause_that_a_gain_may_fall_into_is_put_off():
     assert account.review(gain=0.0, prospect=lambda: 0.0).pause == PAUSE
 
 
-def test_nothing_is_said_of_an_unknown_gain():
+def test_an_unknown_gain_is_reviewed_after_enough_uses():
     assert used(0.02, REVIEW).review(gain=None) is None
     assert used(0.02, REVIEW - 1).review(gain=0.0) is None
-
-
-def test_a_gain_unknown_for_too_many_uses_is_none():
-    """By uses, not windows: what is dear is used in few of them."""
     dear, cheap = used(0.2, 2 * REVIEW), used(0.0005, 2 * REVIEW)
     assert dear.uses < PATIENCE < cheap.uses
     assert dear.review(gain=None) is None
@@ -202,7 +186,6 @@ def test_an_account_is_saved():
 
 
 def test_times_of_before_a_resumption_are_forgotten_as_soon_as_there_are_others():
-    """They may be another machine's; until then they are the best that is known."""
     before, after = WindowTimes(), WindowTimes()
     for _ in range(40):
         before.add(1.0, 4.0)

@@ -43,31 +43,11 @@ def test_every_group_above_has_its_quota(tmp_path):
     assert of(tmp_path, "0::/") == []
 
 
-def test_older_groups_are_read(tmp_path):
+def test_quotas_of_cgroups_of_both_versions_are_read_and_told_apart(tmp_path):
     root = tmp_path / "sys"
     group(root, "cpu", cpu__cfs_quota_us="-1", cpu__cfs_period_us="100000")
     group(root, "cpu/job", cpu__cfs_quota_us="150000", cpu__cfs_period_us="100000")
     assert of(tmp_path, "5:memory:/elsewhere\n4:cpu,cpuacct:/job\n0::/job") == [1.5]
-
-
-def test_a_container_sees_its_own_group_as_the_root(tmp_path):
-    """Where /proc still says where it lies outside."""
-    group(tmp_path / "sys", "", cpu__max="200000 100000")
-    assert of(tmp_path, "0::/docker/0123") == [2.0]
-    assert of(tmp_path, "0::/../other") == [2.0]
-
-
-@pytest.mark.parametrize("text", ["", "max", "many 100000", "100000 0"])
-def test_what_says_nothing_limits_nothing(tmp_path, text):
-    group(tmp_path / "sys", "", cpu__max=text)
-    assert of(tmp_path, "0::/") == []
-
-
-def test_a_machine_without_groups_has_no_quota(tmp_path):
-    assert quotas(tmp_path / "none", tmp_path / "nothing") == {}
-
-
-def test_groups_are_told_apart(tmp_path):
     root = tmp_path / "sys"
     for name in ("one", "other"):
         group(root, name, cpu__max="100000 100000")
@@ -77,15 +57,25 @@ def test_groups_are_told_apart(tmp_path):
     assert one == quotas(root, tmp_path / "one")
 
 
-def test_a_process_may_use_the_cores_it_is_bound_to(monkeypatch):
+def test_a_container_sees_its_own_group_as_the_root(tmp_path):
+    group(tmp_path / "sys", "", cpu__max="200000 100000")
+    assert of(tmp_path, "0::/docker/0123") == [2.0]
+    assert of(tmp_path, "0::/../other") == [2.0]
+
+
+@pytest.mark.parametrize("text", ["", "max", "many 100000", "100000 0"])
+def test_what_says_nothing_limits_nothing(tmp_path, text):
+    group(tmp_path / "sys", "", cpu__max=text)
+    assert of(tmp_path, "0::/") == []
+    assert quotas(tmp_path / "none", tmp_path / "nothing") == {}
+
+
+def test_cores_and_node_of_a_process(monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {3, 5}, raising=False)
     assert own_cores() == frozenset({3, 5})
     monkeypatch.delattr(os, "sched_getaffinity")
     monkeypatch.setattr(os, "cpu_count", lambda: 3)
     assert own_cores() == frozenset({0, 1, 2})
-
-
-def test_a_node_has_one_name():
     assert node() == node() != ""
 
 
@@ -114,20 +104,14 @@ def test_threads_are_held_against_the_cores_they_are_bound_to(cores, threads, sa
     assert resource_of_placements(seats(*cores, threads=threads)) == said
 
 
-def test_ranks_of_several_nodes_share_no_cores():
+def test_placements_on_several_nodes_quotas_and_devices():
     assert resource_of_placements([RankPlacement("a", (0,), 1), RankPlacement("b", (0,), 1)]) == ""
     assert resource_of_placements([RankPlacement("a", FOUR, 1), RankPlacement("b", (0,), 2)]) == "cores"
-
-
-def test_a_quota_is_of_all_that_are_under_it():
     assert resource_of_placements(seats(FOUR, FOUR, quotas={"pod": 2.0})) == ""
     assert resource_of_placements(seats(FOUR, FOUR, quotas={"pod": 1.5})) == "cores"
     one, other = (RankPlacement("a", FOUR, 1, quotas={name: 1.0, "above": 2.0}) for name in ("one", "other"))
     assert resource_of_placements([one, other]) == ""
     assert resource_of_placements([one, one]) == "cores"
-
-
-def test_devices_are_told_apart_by_their_own_names():
     one, other = (RankPlacement("a", (0,), 8, device=name) for name in ("GPU-1", "GPU-2"))
     assert resource_of_placements([one, other]) == ""
     assert resource_of_placements([one, one]) == "devices"

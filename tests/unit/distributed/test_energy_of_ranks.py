@@ -30,23 +30,14 @@ def reduced(parts: list[tuple[Energy, bool]], job: MeterFacts = MEASURED) -> lis
     return [rank.of_all(own, lambda figure: math.fsum(said)) for rank, own in ranks]
 
 
-def test_ranks_of_one_machine_add_up_to_what_one_of_them_read():
+def test_readings_of_ranks_add_up():
     first, second = reduced([(OWN, True), (absent_energy("another rank reads it", 2.0), False)])
     assert (first.joules, first.provenance, first.sources) == (30.0, Provenance.MEASURED, OWN.sources)
     assert second == first
-
-
-def test_ranks_of_several_devices_add_theirs():
     assert [each.joules for each in reduced([(OWN, True), (OWN, True)])] == [60.0, 60.0]
-
-
-def test_a_rank_whose_meter_was_lost_makes_all_unknown():
     first, second = reduced([(OWN, True), (absent_energy("the GPU is lost", 2.0), True)])
     assert (first.joules, second.joules) == (None, None)
     assert (first.reason, second.reason) == ("another rank's energy meter failed", "the GPU is lost")
-
-
-def test_estimates_stay_estimates_also_where_they_are_another_ranks():
     own = Energy(2.0, 30.0, Provenance.ESTIMATED, ("15 W, as given",))
     found = reduced([(own, True), (absent_energy("another rank reads it", 2.0), False)], ESTIMATED)
     assert [each.provenance for each in found] == [Provenance.ESTIMATED] * 2

@@ -112,14 +112,10 @@ def test_more_ranks_than_a_mesh_is_for_ask_nothing(monkeypatch):
     assert job.dist.gathered == 0
 
 
-def test_a_rank_of_another_machine(three, sockets, monkeypatch):
-    monkeypatch.setattr(module, "node", lambda: "other" if three.rank() == 1 else "one")
-    is_apart(three, sockets, gathered=1)
-
-
-def test_a_rank_that_can_have_no_folder(three, sockets, monkeypatch):
-    made = module._listening
-    monkeypatch.setattr(module, "_listening", lambda *args: (None, "") if three.rank() == 2 else made(*args))
+@pytest.mark.parametrize(("name", "rank", "other"), [("node", 1, "other"), ("_listening", 2, (None, ""))])
+def test_a_rank_on_another_machine_or_without_a_folder(three, sockets, monkeypatch, name, rank, other):
+    made = getattr(module, name) if name == "_listening" else lambda: "one"
+    monkeypatch.setattr(module, name, lambda *args: other if three.rank() == rank else made(*args))
     is_apart(three, sockets, gathered=1)
 
 
@@ -133,29 +129,17 @@ def test_a_rank_that_does_not_see_the_others_folders_is_not_waited_for(three, so
     is_apart(three, sockets, gathered=2)
 
 
-def test_a_rank_that_cannot_connect(three, sockets, monkeypatch):
+@pytest.mark.parametrize(("method", "error"), [("connect", ConnectionRefusedError), ("sendall", BrokenPipeError)])
+def test_a_rank_that_cannot_connect_or_goes_before_it_says_who_it_is(three, sockets, monkeypatch, method, error):
     monkeypatch.setattr(module, "_MEETING_S", 0.2)
-    connect = module.socket.socket.connect
+    called = getattr(module.socket.socket, method)
 
-    def refused(self, path):
+    def fails(self, *given):
         if three.rank() == 2:
-            raise ConnectionRefusedError
-        connect(self, path)
+            raise error
+        called(self, *given)
 
-    monkeypatch.setattr(module.socket.socket, "connect", refused)
-    is_apart(three, sockets, gathered=3)
-
-
-def test_a_rank_that_goes_before_it_says_who_it_is(three, sockets, monkeypatch):
-    monkeypatch.setattr(module, "_MEETING_S", 0.2)
-    sendall = module.socket.socket.sendall
-
-    def gone(self, message):
-        if three.rank() == 2:
-            raise BrokenPipeError
-        sendall(self, message)
-
-    monkeypatch.setattr(module.socket.socket, "sendall", gone)
+    monkeypatch.setattr(module.socket.socket, method, fails)
     is_apart(three, sockets, gathered=3)
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from raising import raises
+from small_loops import sgd, square_loss
 from torch import nn
 from torch.distributed import distributed_c10d as c10d
 
@@ -30,13 +31,14 @@ from simulated_machine import MIB
 from test_rank_stages import ACCELERATOR, RANKS, calibration, profile_of, shape, traces_of
 
 
-def test_a_link_that_cannot_be_timed_leaves_the_sending_as_it_is(monkeypatch):
-    def fails(device):
-        raise ValueGivenError("link.points", got="noise", expected="a line")
+def finds_no_line(device):
+    raise ValueGivenError("link.points", got="noise", expected="a line")
 
+
+def test_a_link_that_cannot_be_timed_leaves_the_sending_as_it_is(monkeypatch):
     monkeypatch.setattr(plan_on_ranks.dist, "get_world_size", lambda: 2)
     monkeypatch.setattr(plan_on_ranks, "from_first", lambda make: make())
-    monkeypatch.setattr(plan_on_ranks, "calibrate", fails)
+    monkeypatch.setattr(plan_on_ranks, "calibrate", finds_no_line)
     shape = StepShape(0.1, 0.2, 0.01, (4,), (1.0,))
     made = plan_on_ranks.BroadcastPlan(trimtab.Plan.fixed(8), shape)
     plan = plan_on_ranks.plan_together(lambda: made, torch.device("cpu"))
@@ -50,8 +52,7 @@ def test_a_link_that_cannot_be_timed_leaves_the_sending_as_it_is(monkeypatch):
 def loop_of(loss_fn=None):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    return model, optimizer, loss_fn or (lambda model, batch: model(batch).square().mean()), torch.ones(8, 16)
+    return model, sgd(model), loss_fn or square_loss, torch.ones(8, 16)
 
 
 @pytest.fixture(scope="module")
@@ -87,17 +88,11 @@ def test_ample_memory_is_not_asked_about(profile, of_two, monkeypatch):
     assert plan.zero_stage.code == "ranks.replicated"
 
 
-def test_memory_that_is_weighed_is(profile, of_two):
+def test_limits_of_memory_time_and_energy_choose_what_is_traced(profile, of_two, monkeypatch):
     weighed = replace(profile, budget=Budget(), objective=Objective(1.0, 1.0))
     assert isinstance(zero_stage_inputs.share_of(weighed, loop_of(), silent), zero_stage_inputs.StageMeasurements)
-
-
-def test_seconds_that_are_limited_are_those_of_a_window_with_what_is_sent(profile, of_two):
     limited = replace(profile, budget=Budget(time=1e3))
     assert isinstance(zero_stage_inputs.share_of(limited, loop_of(), silent), zero_stage_inputs.StageMeasurements)
-
-
-def test_joules_that_are_limited_are_held_against_one_process(profile, of_two, monkeypatch):
     monkeypatch.setattr(zero_stage_inputs, "trace_here", refuses)
     limited = replace(profile, budget=Budget(2**30, energy=50.0))
     assert zero_stage_inputs.share_of(limited, loop_of(), silent) == zero_stage_inputs.NO_JOULES
@@ -118,36 +113,23 @@ def test_a_plan_that_adapts_is_for_replicas(profile, of_two, monkeypatch):
     assert plan.zero_stage.reason.endswith(f"; {zero_stage_inputs.ADAPTS}")
 
 
-def test_a_step_that_cannot_be_traced_is_for_replicas(profile, of_two):
+def test_ranks_hold_replicas_where_memory_is_unknown(profile, of_two, monkeypatch):
     def counts(model, batch):
         return Summed(model(batch).square().sum(), int((batch > 0).sum()))
 
-    plan = chosen(profile, loop_of(counts))
-    assert plan.zero_stage.value == 0
-    assert "memory is unknown" in plan.zero_stage.reason
-
-
-def test_a_share_of_too_few_rows_is_for_replicas(profile, of_two):
     model, optimizer, loss_fn, batch = loop_of()
-    plan = chosen(profile, (model, optimizer, loss_fn, batch[:2]))
-    assert plan.zero_stage.value == 0
-    assert "memory is unknown" in plan.zero_stage.reason
-    assert "2 samples" in plan.zero_stage.reason
-
-
-def test_a_torch_without_what_traces_need_is_for_replicas(profile, of_two, monkeypatch):
-    monkeypatch.delattr(c10d, "_World")
-    plan = chosen(profile, loop_of())
-    assert plan.zero_stage.value == 0
-    assert "memory is unknown" in plan.zero_stage.reason
-    assert torch.__version__ in plan.zero_stage.reason
+    cases = [("", loop_of(counts)), ("2 samples", (model, optimizer, loss_fn, batch[:2])), (torch.__version__, None)]
+    for reason, loop in cases:
+        if loop is None:
+            monkeypatch.delattr(c10d, "_World")
+        plan = chosen(profile, loop or loop_of())
+        assert plan.zero_stage.value == 0
+        assert "memory is unknown" in plan.zero_stage.reason
+        assert reason in plan.zero_stage.reason
 
 
 def test_a_link_that_cannot_be_timed_is_for_replicas(profile, of_two, monkeypatch):
-    def fails(device):
-        raise ValueGivenError("link.points", got="noise", expected="a line")
-
-    monkeypatch.setattr(plan_on_ranks, "calibrate", fails)
+    monkeypatch.setattr(plan_on_ranks, "calibrate", finds_no_line)
     plan = chosen(profile, loop_of())
     assert plan.zero_stage.value == 0
     for choice in (plan.zero_stage, plan.reduce_dtype):
@@ -168,10 +150,9 @@ def test_replicas_that_do_not_fit_say_why_there_is_no_other_stage(profile):
 
 def test_a_stage_in_one_process_is_no_stage():
     model = nn.Linear(4, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with trimtab.start(model, optimizer, trimtab.Plan.fixed(8, zero_stage=1)) as run:
+    with trimtab.start(model, sgd(model), trimtab.Plan.fixed(8, zero_stage=1)) as run:
         assert run.model is model
-        run.train_step(run.window(torch.ones(8, 4)), lambda model, batch: model(batch).square().mean())
+        run.train_step(run.window(torch.ones(8, 4)), square_loss)
         assert run.applied_steps == 1
 
 
@@ -217,7 +198,6 @@ def planned(monkeypatch):
 
 
 def test_where_no_rehearsal_did_fit_the_best_that_is_told_to_is_taken_and_says_so(planned):
-    """Each plan that runs holds more than it was told, by another amount: the job is not called infeasible by four."""
     rehearsal = Planted(refused=lambda plan: "" if plan.micro_batch.value <= 2 else "memory ran out")
     plan = planned(rehearsal, 751)
     assert len(rehearsal.seen) == MOST_REHEARSALS
@@ -227,12 +207,9 @@ def test_where_no_rehearsal_did_fit_the_best_that_is_told_to_is_taken_and_says_s
     assert plan.predicted.peak_bytes <= 751 * MIB
 
 
-def test_where_nothing_is_left_that_meets_the_limit_the_job_is_infeasible(planned):
+def test_the_best_plan_that_fitted_in_a_dry_run_is_taken(planned):
     with pytest.raises(InfeasibleError):
         planned(Planted(more=lambda plan: 10**4), 751)
-
-
-def test_what_did_fit_is_taken_once_no_more_are_tried(planned):
     rehearsal = Planted()
     plan = planned(rehearsal, 751)
     assert len(rehearsal.seen) == 1
@@ -243,7 +220,6 @@ SLOW = 2e6
 
 
 def test_where_nothing_can_be_rehearsed_gradients_are_sent_as_by_default(planned):
-    """As for ranks without a limit: a plan that sends otherwise is taken where it ran alone."""
     told = planned(Planted(), 716, SLOW)
     assert told.reduce_dtype.value == "bf16"
     plan = planned(Planted(refusal="no copies"), 716, SLOW)
@@ -257,7 +233,6 @@ def test_where_nothing_can_be_rehearsed_gradients_are_sent_as_by_default(planned
 
 
 def test_what_is_refused_as_it_is_to_be_sent_is_rehearsed_as_it_is_by_default(planned):
-    """The way to share the model is not refused with how its gradients were to be sent."""
     rehearsal = Planted(refused=lambda plan: "no bf16 here" if plan.reduce_dtype.value == "bf16" else "")
     plan = planned(rehearsal, 716, SLOW)
     one, other, *rest = rehearsal.seen

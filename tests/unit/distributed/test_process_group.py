@@ -51,9 +51,8 @@ def test_a_variable_that_is_no_number_is_named():
     ],
 )
 def test_a_rank_that_the_job_does_not_have_is_refused(variables, field):
-    with pytest.raises(ValueGivenError) as caught:
+    with raises(ValueGivenError, code="ranks.environment", field=field):
         job_position(variables)
-    assert (caught.value.field, caught.value.code) == (field, "ranks.environment")
 
 
 @pytest.mark.parametrize(
@@ -71,9 +70,8 @@ def test_a_place_to_meet_that_does_not_exist_is_refused_at_once(monkeypatch, add
     given = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": address, "MASTER_PORT": port}
     for name, value in given.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(ValueGivenError) as caught, process_group():
+    with raises(ValueGivenError, code="ranks.environment", field=field), process_group():
         pass
-    assert (caught.value.field, caught.value.code) == (field, "ranks.environment")
 
 
 def test_one_process_joins_nothing(monkeypatch):

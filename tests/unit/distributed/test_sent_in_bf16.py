@@ -9,9 +9,9 @@ from raising import raises
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from trimtab.core.errors import DependencyError
+from trimtab.core.errors import DependencyError, OptimizerError
 from trimtab.distributed import fsdp2
-from trimtab.distributed.fsdp2 import FsdpShards, send_in_bf16
+from trimtab.distributed.fsdp2 import FsdpShards, require_step_of_shards, send_in_bf16
 
 MICRO = 9
 SMALL = 2.0**-9  # what bf16 drops beside 1
@@ -38,21 +38,13 @@ def gradient_of(mesh, stage: int, **how) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("stage", [2, 3])
-def test_micro_batches_are_added_up_in_fp32_and_rounded_as_they_are_sent(mesh, stage):
+def test_gradients_are_summed_in_fp32_and_sent_in_bf16(mesh, stage, monkeypatch):
     found = gradient_of(mesh, stage, reduces_once=True, reduce_dtype="bf16")
     whole = torch.tensor(1 + (MICRO - 1) * SMALL)
     assert found.dtype is torch.float32
     assert found.unique() == whole.bfloat16().float() != 1  # what FSDP2 by itself makes of them
-
-
-@pytest.mark.parametrize("stage", [2, 3])
-def test_what_is_sent_after_each_micro_batch_is_added_up_in_fp32_too(mesh, stage):
     found = gradient_of(mesh, stage, reduces_once=False, reduce_dtype="bf16")
     assert found.unique() == 1 + (MICRO - 1) * SMALL
-
-
-@pytest.mark.parametrize("stage", [2, 3])
-def test_each_is_sent_as_bf16(mesh, stage, monkeypatch):
     model = nn.Sequential(nn.Linear(1, 4, bias=False))
     FsdpShards(stage, mesh, reduces_once=True, reduce_dtype="bf16").make(model)
     model(torch.tensor([[1 + 2.0**-9]])).sum().backward()
@@ -66,3 +58,9 @@ def test_a_torch_that_takes_no_way_to_send_of_ours_is_refused(mesh, monkeypatch)
     monkeypatch.setattr(fsdp2, "FSDPModule", Without)
     with raises(DependencyError, code="torch.version_unsupported", field="torch"):
         send_in_bf16(Without())
+
+
+def test_a_fused_step_of_shards_is_refused_for_optimizers_without_one():
+    optimizer = torch.optim.SGD(nn.Linear(2, 1).parameters(), lr=0.1, fused=True)
+    with raises(OptimizerError, code="optimizer.fused_with_shards", field="optimizer"):
+        require_step_of_shards(optimizer)

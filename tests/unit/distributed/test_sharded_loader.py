@@ -55,12 +55,9 @@ def test_of_a_dataset_only_this_ranks_rows_are_loaded(workers):
         assert torch.equal(torch.cat([part[0] for part in parts if not isinstance(part, EmptyBatch)]), batch[0])
 
 
-def test_one_process_has_its_loader_back():
+def test_one_process_has_its_loader_back_and_an_unknown_rank_is_refused():
     loader = [torch.zeros(2)]
     assert trimtab.shard(loader) is loader
-
-
-def test_a_rank_that_is_none_is_refused():
     with raises(UsageError, code="value.invalid", field="rank"):
         trimtab.shard([], 2, 2)
 
@@ -167,13 +164,10 @@ def test_workers_of_each_rank_draw_numbers_of_their_own():
     assert torch.equal(torch.cat(list(alone)[:2]), one)
 
 
-def test_what_the_loop_has_its_workers_do_is_done_after_that():
+def test_seeds_and_init_functions_of_workers_reach_spawned_workers_too():
     one, other = (first_draws(rank, worker_init_fn=fixed_seed) for rank in range(2))
     assert torch.equal(one[:, 0], other[:, 0])
     assert not torch.equal(one[:, 1], other[:, 1])
-
-
-def test_workers_that_are_spawned_are_told_too():
     spawned = first_draws(1, worker_init_fn=fixed_seed, multiprocessing_context="spawn")
     assert torch.equal(spawned, first_draws(1, worker_init_fn=fixed_seed))
 

@@ -1,4 +1,4 @@
-"""Which blocks are a chain, whatever the model's own code does between them."""
+"""Blocks of a model: found as a person would name them, and linked whatever the model computes between them."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ import torch
 from raising import raises
 from torch import nn
 
-from trimtab.core.errors import ModelError
+from trimtab.core.errors import ModelError, ValueGivenError
 from trimtab.measure.block_graph import BlockGraph, find_linked_blocks, same_arguments
 from trimtab.measure.blocks import find_blocks
+from trimtab.tasks.models.gpt import GPT, GPTShape
+from trimtab.tasks.models.resnet import ResNet
 
 L = 4
 
@@ -116,13 +118,10 @@ def test_a_link_is_there_where_nobody_else_looks_at_what_a_block_returns(run, li
     assert chain_of(run) == BlockGraph(NAMES, links)
 
 
-def test_a_block_that_runs_twice_is_none_of_it():
+def test_blocks_are_in_the_order_they_run_in_without_those_that_run_twice():
     found = chain_of(twice)
     assert found.names == ("blocks.0", "blocks.2", "blocks.3")
     assert found.links == (False, True)
-
-
-def test_blocks_are_in_the_order_they_run_in():
     assert chain_of(lambda blocks, x: in_turn(reversed(blocks), x)).names == NAMES[::-1]
 
 
@@ -165,3 +164,43 @@ def test_arguments_that_are_the_same(theirs, same):
     tensor = torch.ones(2)
     assert same_arguments(((tensor,), {"mask": tensor}), ((tensor,), {"mask": tensor}))
     assert not same_arguments(((tensor,), {}), ((tensor.clone(),), {}))
+
+
+class Pair(nn.Module):
+    """Two convolutions, as of a U-Siblings."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Conv2d(3, 3, 3), nn.ReLU())
+
+
+class Siblings(nn.Module):
+    """Siblings without a container, and one that is alone of its class."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down, self.middle, self.up = Pair(), Pair(), Pair()
+        self.head = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+
+
+def test_blocks_are_layers_stages_or_siblings():
+    gpt = GPT(GPTShape(vocab_size=16, context=8, num_layers=3, num_heads=2, width=8, dropout=0.0))
+    assert find_blocks(gpt) == ("blocks.0", "blocks.1", "blocks.2")
+    encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16), 2, enable_nested_tensor=False)
+    assert find_blocks(encoder) == ("layers.0", "layers.1")
+    found = find_blocks(ResNet(width=4, depths=(2, 1), in_channels=3, num_classes=10))
+    assert len(found) == 3
+    assert all("shortcut" not in name and "conv" not in name for name in found)
+    assert find_blocks(Siblings()) == ("down", "middle", "up")
+    assert find_blocks(nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2))) == ("0", "1", "2")
+    assert find_blocks(nn.Linear(2, 2)) == ()
+
+
+def test_a_person_may_name_them():
+    assert find_blocks(Siblings(), ["down", "up.layers"]) == ("down", "up.layers")
+    for wrong in (["nowhere"], [""]):
+        with raises(ValueGivenError, code="blocks.unknown_module", field="blocks"):
+            find_blocks(Siblings(), wrong)
+    for wrong in (["down", "down.layers"], ["down", "down"]):
+        with raises(ValueGivenError, code="blocks.overlap", field="blocks"):
+            find_blocks(Siblings(), wrong)

@@ -26,7 +26,6 @@ def activations(dropout, precision):
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_attention_keeps_no_scores_with_dropout_either(precision):
-    """A CPU keeps them; what is left of dropout there is a mask of each of the block's other activations."""
     assert activations(0.1, precision) > 2 * LAYERS * SCORES
     with FakeCudaMode():
         kept, dropped = activations(0.0, precision), activations(0.1, precision)
@@ -49,10 +48,14 @@ def test_dropout_keeps_a_byte_for_each_element(dtype, training):
 
 
 @pytest.mark.parametrize("how", [{"p": 0.0}, {"p": 1.0}, {"inplace": True}])
-def test_dropout_that_cuda_has_no_kernel_for_is_what_it_was(how):
+def test_dropout_and_attention_without_a_kernel_are_unchanged(how):
     with FakeTensors(), FakeCudaMode():
         assert F.dropout(torch.empty(8, 8), **how).shape == (8, 8)
         assert F.dropout(torch.empty(0), 0.5).shape == (0,)
+    with FakeTensors(), FakeCudaMode():
+        query, grouped = torch.empty(2, 4, 8, 16), torch.empty(2, 2, 8, 16)
+        assert F.scaled_dot_product_attention(query, grouped, grouped, enable_gqa=True).shape == query.shape
+        assert F.scaled_dot_product_attention(query[0], query[0], query[0]).shape == query[0].shape
 
 
 @pytest.mark.parametrize("masked", [False, True])
@@ -68,13 +71,6 @@ def test_attention_has_the_shape_and_the_gradients_that_it_has(dtype, masked):
         out.sum().backward()
         assert query.grad.shape == query.shape
         assert both.grad.shape == both.shape
-
-
-def test_what_has_no_kernel_is_what_it_was():
-    with FakeTensors(), FakeCudaMode():
-        query, grouped = torch.empty(2, 4, 8, 16), torch.empty(2, 2, 8, 16)
-        assert F.scaled_dot_product_attention(query, grouped, grouped, enable_gqa=True).shape == query.shape
-        assert F.scaled_dot_product_attention(query[0], query[0], query[0]).shape == query[0].shape
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])

@@ -14,15 +14,12 @@ from trimtab.measure.flops import _own_formulas, count_flops, flops_of
 ROWS, WIDTH = 5, 16
 
 
-def test_a_product_costs_two_flop_a_weight_and_twice_that_backward():
+def test_products_and_convolutions_cost_two_flop_a_weight_and_position():
     layer = nn.Linear(WIDTH, 8)
     rows = torch.randn(ROWS, WIDTH, requires_grad=True)
     forward = 2 * ROWS * WIDTH * 8
     assert count_flops(lambda: layer(rows)) == forward
     assert count_flops(lambda: layer(rows).sum().backward()) == 3 * forward
-
-
-def test_a_convolution_costs_two_flop_a_weight_and_position():
     layer = nn.Conv2d(3, 4, 3, padding=1, bias=False)
     images = torch.randn(2, 3, 6, 6)
     assert count_flops(lambda: layer(images)) == 2 * 2 * 4 * 3 * 9 * 6 * 6
@@ -53,7 +50,6 @@ def test_a_recurrent_layer_costs_two_flop_a_weight_and_step(options):
 
 
 def test_recurrent_layers_of_a_gpu_are_counted_by_their_shapes():
-    """All layers are one call there."""
     weights = [(32, 16), (32, 8), (32,), (32,), (32, 8), (32, 8), (32,), (32,)]
     formula = _own_formulas()
     forward = 2 * 7 * ROWS * (32 * 16 + 3 * 32 * 8)
@@ -68,24 +64,29 @@ def test_attention_on_this_device_is_counted():
     assert count_flops(lambda: F.scaled_dot_product_attention(query, key, value).sum().backward()) > 2 * forward
 
 
-def test_recomputation_is_counted():
+def test_recomputation_and_gradients_within_a_loss_are_counted():
     block = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, WIDTH), nn.GELU())
     rows = torch.randn(ROWS, WIDTH, requires_grad=True)
     forward = 2 * 2 * ROWS * WIDTH * WIDTH
     assert count_flops(lambda: block(rows).sum().backward()) == 3 * forward
     assert count_flops(lambda: checkpoint(block, rows, use_reentrant=False).sum().backward()) == 4 * forward
+    layer, rows = nn.Linear(WIDTH, 1, bias=False), torch.randn(ROWS, WIDTH, requires_grad=True)
+
+    def penalised():
+        (slope,) = torch.autograd.grad(layer(rows).sum(), rows, create_graph=True)
+        slope.square().sum().backward()
+
+    product = 2 * ROWS * WIDTH
+    assert count_flops(penalised) >= 3 * product
 
 
-def test_what_the_counter_cannot_run_is_not_counted():
+def test_calls_that_cannot_be_counted_are_unknown(monkeypatch):
     def refuses() -> None:
         raise NotImplementedError("not under a dispatch mode")
 
     assert count_flops(refuses) is None
     with pytest.raises(RuntimeError, match="its own"):
         count_flops(lambda: (_ for _ in ()).throw(RuntimeError("its own")))
-
-
-def test_shapes_that_a_formula_of_torchs_does_not_know_are_not_counted(monkeypatch):
     """Up to torch 2.11 that of attention asserts as many heads of keys as of queries."""
 
     def asserts(*args, **kwargs):
@@ -99,15 +100,3 @@ def test_shapes_that_a_formula_of_torchs_does_not_know_are_not_counted(monkeypat
         monkeypatch.setitem(flops.flop_registry, name, asserts)
     assert count_flops(product) is None
     assert flops_of(torch.ops.aten.mm.default, (torch.ones(2, 3), torch.ones(3, 2)), {}, torch.ones(2, 2)) == 0
-
-
-def test_a_loss_that_takes_gradients_by_itself_is_counted():
-    """As a gradient penalty does: one product forward, one for the input's gradient, and those of both backward."""
-    layer, rows = nn.Linear(WIDTH, 1, bias=False), torch.randn(ROWS, WIDTH, requires_grad=True)
-
-    def penalised():
-        (slope,) = torch.autograd.grad(layer(rows).sum(), rows, create_graph=True)
-        slope.square().sum().backward()
-
-    product = 2 * ROWS * WIDTH
-    assert count_flops(penalised) >= 3 * product

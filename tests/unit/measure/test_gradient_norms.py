@@ -31,7 +31,6 @@ def true_norm2(model, loss):
 
 @pytest.mark.parametrize("chunk", [1, 2**20])
 def test_each_backward_has_its_own_norm_though_gradients_add_up(monkeypatch, chunk):
-    """Tied weights once, frozen ones not at all; in chunks of one tensor and of all."""
     monkeypatch.setattr(gradient_norms, "CHUNK_BYTES", chunk)
     torch.manual_seed(0)
     model = Tied().double()
@@ -75,7 +74,7 @@ def test_a_gradient_that_comes_in_parts_says_nothing(is_shared):
     norms.off()
 
 
-def test_gradients_are_those_without_hooks():
+def test_hooks_change_no_gradient_and_copy_none():
     torch.manual_seed(0)
     model, found = Tied(), []
     norms = GradientNorms(model.parameters())
@@ -88,10 +87,6 @@ def test_gradients_are_those_without_hooks():
         found.append([p.grad.clone() for p in model.parameters()])
     norms.off()
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
-
-
-def test_a_gradient_is_still_taken_over_not_copied():
-    """A hook that kept the gradient itself would make each first one be copied."""
     weight = torch.ones(1000, requires_grad=True)
     norms, pointers = GradientNorms([weight]), []
     weight.register_hook(lambda gradient: pointers.append(gradient.data_ptr()))
@@ -107,30 +102,18 @@ def test_norms_of_halves_do_not_overflow(dtype):
     assert float(squared_norm(gradients)) == pytest.approx(300 * 300.0**2 + 16.0, rel=1e-3)
 
 
-def test_sparse_gradients_count_a_row_once():
+def test_norms_of_sparse_and_mixed_gradients():
     embedding = nn.Embedding(10, 3, sparse=True)
     norms = GradientNorms(embedding.parameters())
     norms.on()
     embedding(torch.tensor([1, 1, 2])).sum().backward()
     assert float(norms.take()) == pytest.approx(3 * 2.0**2 + 3 * 1.0)
     norms.off()
-
-
-def test_late_scalars_are_read_as_they_were():
-    values = torch.tensor([1.0, 2.5, float("inf")])
-    assert AsyncScalar(values).read() == [1.0, 2.5, float("inf")]
-    assert AsyncScalar(torch.tensor(3)).read() == [3.0]
-
-
-def test_gradients_of_several_dtypes_have_one_norm_and_none_has_zero():
     assert float(squared_norm([])) == 0.0
     assert float(GradientNorms([]).take()) == 0.0
     several = [torch.full((4,), 2.0), torch.full((9,), 1.0, dtype=torch.float64), torch.full((1,), 3.0 + 4.0j)]
     assert float(squared_norm(several)) == 16 + 9 + 25
     assert float(squared_norm([torch.full((4,), 2.0, dtype=torch.bfloat16), torch.ones(1)])) == 17
-
-
-def test_what_was_seen_can_be_forgotten():
     parameter = torch.nn.Parameter(torch.ones(3))
     norms = GradientNorms([parameter])
     norms.on()
@@ -138,6 +121,12 @@ def test_what_was_seen_can_be_forgotten():
     norms.forget()
     (parameter.sum() * 2).backward()
     assert float(norms.take()) == 12.0
+
+
+def test_late_scalars_are_read_as_they_were():
+    values = torch.tensor([1.0, 2.5, float("inf")])
+    assert AsyncScalar(values).read() == [1.0, 2.5, float("inf")]
+    assert AsyncScalar(torch.tensor(3)).read() == [3.0]
 
 
 def test_a_windows_clock_tells_its_batches_and_their_drawing_apart(monkeypatch):

@@ -17,6 +17,7 @@ import weakref
 
 import pytest
 import torch
+from small_loops import sgd
 from torch import nn
 from torch.quasirandom import SobolEngine
 from torch.utils.data import DataLoader
@@ -262,7 +263,7 @@ def packaged(monkeypatch):
 @pytest.mark.parametrize("where", ["loss", "hook of the optimizer"])
 def test_objects_of_packages_are_restored_whatever_else_they_refer_to(packaged, where):
     net = nn.Linear(2, 2)
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    optimizer = sgd(net)
     average = Average(list(net.parameters()))
     for shadow in average.shadows:
         shadow.zero_()

@@ -8,6 +8,8 @@ import itertools
 import pytest
 import torch
 from raising import raises
+from small_loops import class_loss as over_pixels
+from small_loops import sgd
 from torch import nn
 
 from trimtab.core.errors import ModelError
@@ -139,13 +141,10 @@ def test_a_model_without_memory_has_the_same_trace():
     assert trace_step(fake, fake_optimizer, loss_fn, tokens) == trace_step(model, optimizer, loss_fn, batch)
 
 
-def test_a_sum_with_its_count_is_a_loss_too():
+def test_losses_of_sums_and_rounded_allocations_are_traced():
     model, optimizer, batch = loop()
     found = trace_step(model, optimizer, sum_and_count, batch)
     assert found.peak_bytes == pytest.approx(trace_step(model, optimizer, loss_fn, batch).peak_bytes, rel=0.01)
-
-
-def test_what_an_allocator_rounds_up_is_rounded_up():
     model, optimizer, batch = loop()
     exact, rounded = (trace_step(model, optimizer, loss_fn, batch, granule=granule) for granule in (1, 512))
     assert all(size % 512 == 0 for size in rounded.peak.bytes_by_part.values())
@@ -170,7 +169,7 @@ def convolutions():
     model = nn.Sequential(*layers, nn.Flatten(2))
     return (
         model,
-        torch.optim.SGD(model.parameters(), lr=0.1),
+        sgd(model),
         (torch.randn(4, 3, 24, 24), torch.randint(0, 32, (4, 144))),
     )
 
@@ -182,21 +181,17 @@ def test_convolutions_say_what_torch_would_run_them_in(monkeypatch, mode, kind):
     model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Flatten(), nn.Linear(8 * 36, 4))
     batch = torch.randn(2, 3, 8, 8), torch.tensor([0, 1])
     loss = lambda model, batch: nn.functional.cross_entropy(model(batch[0]), batch[1])  # noqa: E731
-    work = trace_work(model, torch.optim.SGD(model.parameters(), lr=0.1), loss, batch)
+    work = trace_work(model, sgd(model), loss, batch)
     of_conv = 2 * 2 * 8 * 36 * 3 * 9  # two FLOP a product, and two rows
     assert [flops for found, flops, _ in work["forward"] if found == kind and flops == of_conv] == [of_conv]
     assert {found for found, flops, _ in work["forward"] if flops} == {kind, "fp32"}
     assert {found for found, flops, _ in work["backward"] if flops} == {kind, "fp32"}
 
 
-def over_pixels(model, batch):
-    return nn.functional.cross_entropy(model(batch[0]), batch[1])
-
-
 def recurrent():
     torch.manual_seed(0)
     model = nn.LSTM(16, 32, batch_first=True)
-    return model, torch.optim.SGD(model.parameters(), lr=0.1), (torch.randn(8, 20, 16),)
+    return model, sgd(model), (torch.randn(8, 20, 16),)
 
 
 def squares(model, batch):
@@ -224,7 +219,7 @@ def labelled(memory_format):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(3, 8, 1), nn.Conv2d(8, 32, 1)).to(memory_format=memory_format)
     images = torch.randn(8, 3, 32, 32).contiguous(memory_format=memory_format)
-    return model, torch.optim.SGD(model.parameters(), lr=0.1), (images, torch.randint(0, 32, (8, 32, 32)))
+    return model, sgd(model), (images, torch.randint(0, 32, (8, 32, 32)))
 
 
 def over_labels(model, batch):
@@ -235,7 +230,7 @@ def perceptron(_):
     """Return a step whose peak is in a product, which reorders what it is given in half precision."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(512, 512), nn.Tanh(), nn.Linear(512, 512, bias=False))
-    return model, torch.optim.SGD(model.parameters(), lr=0.1), (torch.randn(32, 512),)
+    return model, sgd(model), (torch.randn(32, 512),)
 
 
 class Written(nn.Module):
@@ -255,7 +250,7 @@ def attention(_):
     """Return a step whose peak is in a product of batches of matrices."""
     torch.manual_seed(0)
     model = Written()
-    return model, torch.optim.SGD(model.parameters(), lr=0.1), (torch.randn(8, 96, 48),)
+    return model, sgd(model), (torch.randn(8, 96, 48),)
 
 
 def squares_of_all(model, batch):
@@ -335,7 +330,7 @@ class Joined(nn.Module):
 def test_gradients_that_share_a_storage_go_once(num_micro_batches):
     torch.manual_seed(0)
     model = Joined()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = sgd(model)
     mean = lambda model, batch: model(batch).mean()  # noqa: E731
     rows = lambda number: torch.randn(number, 128)  # noqa: E731
     found = trace_peaks(model, optimizer, mean, (rows(4), rows(8)), (4, 8))[0][num_micro_batches > 1]

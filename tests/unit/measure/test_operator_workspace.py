@@ -28,19 +28,15 @@ def softmax(rows: int):
     return call_of(torch.ops.aten._softmax.default, (torch.randn(rows, 5), -1, False), {})
 
 
-def test_calls_that_are_alike_are_counted_once_over_all_traces(counts):
+def test_calls_that_are_alike_are_measured_once_in_a_mode_of_the_process(counts):
     first = measure_calls([softmax(3), softmax(3)])
     assert measure_calls([softmax(3)]) == first
     assert len(counts) == 1
     measure_calls([softmax(4)])
     assert len(counts) == 2
-
-
-def test_in_another_mode_of_the_process_they_are_counted_anew(counts):
-    measure_calls([softmax(3)])
     torch.use_deterministic_algorithms(True)
     try:
         measure_calls([softmax(3)])
     finally:
         torch.use_deterministic_algorithms(False)
-    assert len(counts) == 2
+    assert len(counts) == 3

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from raising import raises
+from small_loops import sgd, square_loss
 from state_digest import fingerprint
 from torch import nn
 
@@ -47,8 +48,7 @@ class Recurrent(nn.Module):
 def test_recurrent_layers_whose_memory_no_tensor_shows_recompute_nothing():
     """A chain of them was told 30% too little."""
     model = Recurrent()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    subject = TrainingLoop(model, optimizer, lambda m, x: m(x).square().mean(), torch.randn(8, 4, 8))
+    subject = TrainingLoop(model, sgd(model), square_loss, torch.randn(8, 4, 8))
     found = measure_recomputable(subject, Candidate(8))
     assert found.code == "recompute.recurrent"
     assert "LSTM" in found.refusal
@@ -124,7 +124,6 @@ def test_peaks_are_those_that_are_counted(micro_batch):
 
 @pytest.mark.parametrize(("micro_batch", "splits"), [(256, True), (512, False)])
 def test_seconds_are_those_of_a_micro_batch_whatever_its_rows(monkeypatch, micro_batch, splits):
-    """Each block waits as long in every forward: where sizes are tried, less so it is not taken to wait less."""
     blocks = 3
     # Of two turns, as brief trials have, a median is a mean: here as many as L blocks get.
     monkeypatch.setattr(block_profile, "_MEASURING_S", MEASURING_S * blocks / L)
@@ -140,7 +139,6 @@ def test_seconds_are_those_of_a_micro_batch_whatever_its_rows(monkeypatch, micro
 
 
 def test_blocks_with_batch_statistics_may_be_kept_in_part():
-    """Their buffers have no values where they are traced."""
     torch.manual_seed(0)
 
     def block():
@@ -148,9 +146,7 @@ def test_blocks_with_batch_statistics_may_be_kept_in_part():
 
     model = nn.Sequential(*(block() for _ in range(L)), nn.Linear(32, 3)).train()
     batch = (torch.randn(512, 32),)
-    subject = TrainingLoop(
-        model, torch.optim.SGD(model.parameters(), lr=0.1), lambda m, b: m(b[0]).square().mean(), batch
-    )
+    subject = TrainingLoop(model, sgd(model), lambda m, b: m(b[0]).square().mean(), batch)
     found = measure_recomputable(subject, Candidate(512), splits=False)
     chain = found.whole.at(512)
     assert all(stage.part is not None for stage in chain.stages[:-1])
@@ -174,7 +170,7 @@ def test_a_block_that_writes_over_what_is_kept_is_not_kept_in_part():
 
 def test_what_cannot_be_recomputed_says_why():
     def refusal(model, rows=8, loss=lambda m, b: m(b).sum()):
-        subject = TrainingLoop(model, torch.optim.SGD(model.parameters(), lr=0.1), loss, torch.randn(rows, 4))
+        subject = TrainingLoop(model, sgd(model), loss, torch.randn(rows, 4))
         return measure_recomputable(subject, Candidate(rows)).refusal
 
     blocks = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(3)))
@@ -194,7 +190,7 @@ def test_a_plan_meets_a_limit_by_recomputing_where_the_batch_cannot_be_split():
         return nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh())
 
     model = nn.Sequential(*(block() for _ in range(6)), nn.Linear(64, 3)).double().train()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = sgd(model)
     batch = torch.randn(2048, 64).double(), torch.randint(0, 3, (2048,))
 
     def loss_fn(model, batch):
@@ -226,23 +222,11 @@ class Twice(nn.Module):
 def profile_of(blocks, **others):
     torch.manual_seed(0)
     model = Twice()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    objective = trimtab.Objective(time=1, memory=1)
-    batch = torch.randn(16, 8)
-    return trimtab.profile(
-        model,
-        optimizer,
-        lambda m, x: m(x).square().mean(),
-        batch,
-        objective=objective,
-        blocks=blocks,
-        num_blocks=3,
-        **others,
-    )
+    given = {"objective": trimtab.Objective(time=1, memory=1), "blocks": blocks, "num_blocks": 3}
+    return trimtab.profile(model, sgd(model), square_loss, torch.randn(16, 8), **given, **others)
 
 
 def test_where_there_is_no_time_left_blocks_are_not_measured(monkeypatch):
-    """And nothing else is hurried."""
     monkeypatch.setattr(profiler, "num_steps", lambda step_s: 10**12)
     monkeypatch.setattr(profiler, "time", SimpleNamespace(perf_counter=lambda: 0.0))  # however busy this machine is
     monkeypatch.setattr(search, "MOST_OF_A_RUN", math.inf)  # however short its steps
@@ -298,12 +282,10 @@ def test_a_line_goes_through_what_was_measured(points, expected):
 
 @pytest.mark.parametrize("splits", [True, False])
 def test_noise_makes_nothing_free(monkeypatch, splits):
-    """Steps that recompute were as fast as others, by chance: half of a forward is taken for it, a tenth in part."""
+    """Half of a forward is taken for steps that seem to recompute for nothing, and a tenth in part."""
     monkeypatch.setattr(block_profile, "_longer", lambda *_: (1.0, [-0.1, -0.2]))
     model = nn.Linear(4, 4)
-    subject = TrainingLoop(
-        model, torch.optim.SGD(model.parameters(), lr=0.1), lambda m, b: m(b).sum(), torch.randn(16, 4)
-    )
+    subject = TrainingLoop(model, sgd(model), lambda m, b: m(b).sum(), torch.randn(16, 4))
     given = {"splits": splits, "forward_s": 0.4}
     step_s, (whole, part) = measure_seconds(subject, Candidate(8), [(), ()], **given)
     assert step_s == 1.0
@@ -313,7 +295,6 @@ def test_noise_makes_nothing_free(monkeypatch, splits):
 
 
 def test_steps_are_counted_before_they_are_taken(monkeypatch):
-    """Of long steps three turns of three ways at two sizes; of short ones more of them."""
     monkeypatch.setattr(block_profile, "_MEASURING_S", MEASURING_S)
     assert num_steps(1.0) == 2 * 3 * 3 + 14
     assert num_steps(0.2) == 2 * 3 * 6 + 14

@@ -6,6 +6,7 @@ import random
 
 import pytest
 import torch
+from small_loops import sgd
 from torch import nn
 
 from trimtab.plans.profile import Candidate
@@ -39,7 +40,7 @@ def refusal(
     call._called, call.recorder.refusal = launched, refused
     subject = TrainingLoop(
         model,
-        torch.optim.SGD(model.parameters(), lr=0.1),
+        sgd(model),
         lambda model, rows: scale * loss(model(rows)) + of_model(model),
         torch.randn(8, 6) if rows is None else rows,
     )
@@ -113,10 +114,6 @@ def test_the_gradient_of_a_small_layer_alone_is_looked_at_too():
     assert "the gradient of 0.bias differs by 1.5" in refusal(with_bias(2.5), at_first=thin)
     assert refusal(with_bias(1.2), at_first=thin) is None
 
-
-def test_a_module_whose_gradients_are_next_to_nothing_is_looked_at_too():
-    """As of a branch that begins at a millionth; and one that begins at zero has none."""
-
     def scaled(by):
         def at_first(model):
             thin(model)
@@ -132,7 +129,6 @@ def test_a_module_whose_gradients_are_next_to_nothing_is_looked_at_too():
 
 
 def test_what_two_passes_are_apart_is_no_difference():
-    """As where kernels add in another order each time."""
     drawn = random.Random(0)
 
     def noise(model):
@@ -143,8 +139,6 @@ def test_what_two_passes_are_apart_is_no_difference():
 
 
 def test_a_gradient_that_is_zero_but_for_rounding_may_differ():
-    """As of a bias before batch statistics."""
-
     def centred(model):
         model[1].p = 0.0
         model[1] = nn.BatchNorm1d(16)
@@ -154,7 +148,6 @@ def test_a_gradient_that_is_zero_but_for_rounding_may_differ():
 
 
 def test_weights_that_it_was_recorded_with_are_refused():
-    """Without dropout, which would tell by itself."""
     kept: dict[str, torch.Tensor] = {}
 
     def at_first(model):
@@ -170,7 +163,7 @@ def test_weights_that_it_was_recorded_with_are_refused():
     assert refusal(lambda model, rows: model._call_impl(rows), at_first=at_first) is None
 
 
-def test_where_nothing_moves_the_gradient_nothing_is_proved():
+def test_nothing_is_proved_by_a_gradient_that_is_zero_or_does_not_move():
     rows = torch.ones(8, 6)
 
     def linear(model):
@@ -180,20 +173,12 @@ def test_where_nothing_moves_the_gradient_nothing_is_proved():
 
     said = refusal(lambda model, rows: model._call_impl(rows), at_first=linear, rows=rows, loss=torch.mean)
     assert "could not be checked" in said
-
-
-def test_of_a_gradient_that_is_zero_nothing_is_proved():
     assert "could not be checked" in refusal(lambda model, rows: model._call_impl(rows), scale=0.0)
 
 
-def test_what_is_never_launched_is_not_taken():
+def test_models_that_are_never_replayed_or_compiled_before_are_refused():
     assert "no part of the forward was replayed" in refusal(None)
     assert refusal(None, refused="it draws") == "it draws"
-
-
-def test_a_model_that_was_compiled_before_is_not_proved():
     model = nn.Linear(6, 1)
-    subject = TrainingLoop(
-        model, torch.optim.SGD(model.parameters(), lr=0.1), lambda m, x: m(x).mean(), torch.randn(8, 6)
-    )
+    subject = TrainingLoop(model, sgd(model), lambda m, x: m(x).mean(), torch.randn(8, 6))
     assert "compiled before" in replay_refusal(subject, CANDIDATE)

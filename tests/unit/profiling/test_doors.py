@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from raising import raises
+from small_loops import sgd
 from state_digest import fingerprint
 from torch import nn
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
@@ -24,7 +25,7 @@ BATCH = (torch.randn(4, 3),)
 
 def loop(*devices):
     model = nn.Sequential(*(nn.Linear(3, 3, device=device) for device in devices))
-    return model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    return model, sgd(model, momentum=0.9)
 
 
 def never(model, batch):
@@ -54,15 +55,7 @@ def test_a_device_that_cannot_be_measured_is_refused(door, devices, code, given,
     assert expected in caught.value.expected
 
 
-@pytest.mark.parametrize("device", ["mps", "xpu:1"])
-def test_the_refusal_names_the_device_and_the_way_out(monkeypatch, device):
-    monkeypatch.setattr(TrainingLoop, "device", torch.device(device))
-    with raises(ModelError, code="model.device_unsupported", field="model"):
-        TrainingLoop(*loop("cpu"), never, BATCH)
-
-
 def test_what_is_only_applied_is_not_measured():
-    """start() measures nothing: a plan written by hand is not refused for its device."""
     model, optimizer = loop("meta")
     with trimtab.start(model, optimizer, Plan.fixed(4, 2)) as run:
         run.train_step(run.window(BATCH), lambda model, batch: model(batch[0]).mean())
@@ -123,16 +116,11 @@ def cast_by_the_loop(model, batch):
         return model(batch[0]).float().square().mean()
 
 
-def cast_inside(model, batch):
-    """The model's own matter: its modules may cast as they like."""
-    return model(batch[0]).square().mean()
-
-
 @pytest.mark.parametrize("loss_fn", [its_method, its_submodule])
 def test_a_loss_that_does_not_call_the_model_is_refused_before_anything_is_measured(loss_fn):
     model = Tower()
     with raises(LossError, code="loss.model_not_called", field="loss_fn"):
-        trimtab.plan(model, torch.optim.SGD(model.parameters(), lr=0.1), loss_fn, BATCH, progress=fails_to_measure)
+        trimtab.plan(model, sgd(model), loss_fn, BATCH, progress=fails_to_measure)
 
 
 def fails_to_measure(line):
@@ -152,25 +140,19 @@ def test_an_autocast_of_the_loops_own_is_refused_whatever_is_declared(precision,
 
 @pytest.mark.parametrize("precision", ["fp32", "tf32", "bf16"])
 def test_a_loss_that_leaves_the_precision_to_the_plan_passes(precision):
-    require_own_forward(TrainingLoop(*loop("cpu"), mean_square, BATCH), precision)
-
-
-def test_a_loop_that_runs_in_half_precision_alone_passes():
     def half_alone(model, batch):
         assert torch.is_autocast_enabled("cpu")
         return mean_square(model, batch)
 
-    require_own_forward(TrainingLoop(*loop("cpu"), half_alone, BATCH), "bf16")
-
-
-def test_what_a_model_casts_inside_is_its_own():
     class Casts(Tower):
         def forward(self, x):
             with torch.autocast("cpu", torch.bfloat16):
                 return self.layer(x).float()
 
-    model = Casts()
-    require_own_forward(TrainingLoop(model, torch.optim.SGD(model.parameters(), lr=0.1), cast_inside, BATCH), "fp32")
+    require_own_forward(TrainingLoop(*loop("cpu"), mean_square, BATCH), precision)
+    require_own_forward(TrainingLoop(*loop("cpu"), half_alone, BATCH), "bf16")
+    model = Casts()  # modules may cast as they like
+    require_own_forward(TrainingLoop(model, sgd(model), mean_square, BATCH), precision)
     assert not model._forward_pre_hooks
 
 
@@ -194,27 +176,19 @@ def one_of_several(monkeypatch):
 
 
 @pytest.mark.parametrize("door", ["profile", "plan", "adapt"])
-def test_a_model_that_the_loop_has_wrapped_is_not_measured_on_ranks(one_of_several, door):
-    """Each would take as many steps as its own clock says, and wait in a reduction for the others."""
+def test_a_model_that_communicates_in_its_forward_is_not_measured_on_ranks(one_of_several, door):
     model, _ = loop("cpu")
-    wrapped = nn.parallel.DistributedDataParallel(model)
-    with raises(ValueGivenError, code="model.parallel", field="model"):
-        DOORS[door](wrapped, torch.optim.SGD(wrapped.parameters(), lr=0.1), never, BATCH)
-
-
-@pytest.mark.parametrize("door", ["profile", "plan", "adapt"])
-def test_a_model_whose_forward_asks_other_ranks_is_not_measured_on_one(one_of_several, door):
-    model = nn.Sequential(nn.Linear(3, 3), nn.SyncBatchNorm(3))
-    with raises(ValueGivenError, code="model.sync_batch_norm", field="model"):
-        DOORS[door](model, torch.optim.SGD(model.parameters(), lr=0.1), never, BATCH)
-
-
-def test_a_model_in_parts_on_several_ranks_is_not_measured_on_one(one_of_several):
-    model, _ = loop("cpu")
-    mesh = dist.device_mesh.init_device_mesh("cpu", (1,))
-    parallelize_module(model[0], mesh, ColwiseParallel())
-    with raises(ValueGivenError, code="model.parallel", field="model"):
-        trimtab.plan(model, torch.optim.SGD(model.parameters(), lr=0.1), never, BATCH)
+    split, _ = loop("cpu")
+    parallelize_module(split[0], dist.device_mesh.init_device_mesh("cpu", (1,)), ColwiseParallel())
+    normalized = nn.Sequential(nn.Linear(3, 3), nn.SyncBatchNorm(3))
+    cases = [
+        (nn.parallel.DistributedDataParallel(model), "model.parallel"),
+        (split, "model.parallel"),
+        (normalized, "model.sync_batch_norm"),
+    ]
+    for parallel, code in cases:
+        with raises(ValueGivenError, code=code, field="model"):
+            DOORS[door](parallel, sgd(parallel), never, BATCH)
 
 
 def test_a_plan_that_shares_nothing_says_so_on_ranks(one_of_several):
@@ -238,10 +212,7 @@ MAKE = {
 @pytest.mark.parametrize("name", MAKE)
 def test_an_iterator_is_refused_and_not_read(name):
     model, batch = nn.Linear(8, 3), MAKE[name]()
-    with pytest.raises(BatchError) as caught:
-        trimtab.plan(
-            model, torch.optim.SGD(model.parameters(), lr=0.1), lambda model, batch: model(batch).mean(), batch
-        )
-    assert caught.value.code == "batch.iterator"
+    with raises(BatchError, code="batch.iterator"):
+        trimtab.plan(model, sgd(model), lambda model, batch: model(batch).mean(), batch)
     read = batch["parts"] if name == "in a dict" else batch[1] if name == "in a tuple" else batch
     assert len(list(read)) == 2

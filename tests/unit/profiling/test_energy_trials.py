@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 from raising import raises
+from small_loops import class_loss as mean_loss
 from torch import nn
 
 import trimtab
@@ -58,10 +59,6 @@ def loop():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
     return model, torch.optim.AdamW(model.parameters()), (torch.randn(ROWS, 4), torch.randint(0, 3, (ROWS,)))
-
-
-def mean_loss(model, batch):
-    return nn.functional.cross_entropy(model(batch[0]), batch[1])
 
 
 def profiled(metering, **given):
@@ -175,7 +172,7 @@ def test_watts_that_were_given_take_no_window_and_are_said_to_be_estimates(monke
     assert "energy: estimated (90 W, as given)" in page
 
 
-def test_without_a_meter_a_weight_is_refused_or_left_out_as_was_accepted(tmp_path):
+def test_without_a_meter_a_weight_is_refused_or_left_out_and_the_reason_is_known(tmp_path):
     root = tmp_path / "powercap"
     with raises(ValueGivenError, code="energy.no_meter", field="energy") as caught:
         profiled(Metering(root=root), objective=Objective(energy=1))
@@ -187,10 +184,7 @@ def test_without_a_meter_a_weight_is_refused_or_left_out_as_was_accepted(tmp_pat
     assert "Its weight of 0.5 in the objective was set to 0" in str(choose(found, found.objective, found.budget))
     with raises(ValueGivenError, code="energy.no_meter", field="energy"):
         profiled(Metering(root=root, without="renormalise"), budget=Budget(energy=1.0))
-
-
-def test_without_a_meter_and_a_wish_nothing_is_said_but_why(tmp_path):
-    found = profiled(Metering(root=tmp_path / "powercap"))
+    found = profiled(Metering(root=root))
     assert found.meter.is_absent
     assert all(trial.energy_j is None for trial in found.trials)
 

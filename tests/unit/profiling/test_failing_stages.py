@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+from raising import raises
+from small_loops import sgd, train_plainly, trained
 from torch import nn
 from torch.nn import functional as F
 
@@ -47,16 +49,13 @@ def loss_fn(model, batch):
     return F.cross_entropy(model(batch["x"]), batch["labels"])
 
 
-def profiled(model=None, loss=loss_fn, **options):
+def profiled(model=None, loss=loss_fn, make=trimtab.profile, **options):
     model = mlp() if model is None else model
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    return trimtab.profile(model, optimizer, loss, batch_of(), num_blocks=3, **options)
+    return make(model, sgd(model), loss, batch_of(), num_blocks=3, **options)
 
 
 def planned(model=None, loss=loss_fn, **options):
-    model = mlp() if model is None else model
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    return trimtab.plan(model, optimizer, loss, batch_of(), num_blocks=3, **options)
+    return profiled(model, loss, trimtab.plan, **options)
 
 
 def codes(found):
@@ -125,9 +124,8 @@ def test_notes_are_kept_in_files():
 @pytest.mark.parametrize("name", ["device_spec", "next_measurement", "unchanged_by"])
 def test_any_other_failure_is_a_typed_error_with_its_cause(monkeypatch, name):
     monkeypatch.setattr(profiler, name, fail)
-    with pytest.raises(ModelError) as caught:
+    with raises(ModelError, code="planning.failed") as caught:
         profiled()
-    assert caught.value.code == "planning.failed"
     assert isinstance(caught.value.__cause__, Injected)
 
 
@@ -236,14 +234,9 @@ def test_a_model_that_an_instrument_does_not_support_is_planned(make):
 @pytest.mark.parametrize("make", [scripted, NoHooks])
 def test_and_trains_as_in_a_plain_loop(make):
     batches, models = [batch_of() for _ in range(3)], [make(), make()]
-    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
-    for batch in batches:
-        optimizers[0].zero_grad()
-        loss_fn(models[0], batch).backward()
-        optimizers[0].step()
-    with trimtab.start(models[1], optimizers[1], trimtab.Plan.fixed(ROWS, 4)) as run:
-        for window in run.windows(batches):
-            run.train_step(window, loss_fn)
+    optimizers = [sgd(model) for model in models]
+    train_plainly(models[0], optimizers[0], batches, loss_fn)
+    trained(models[1], optimizers[1], trimtab.Plan.fixed(ROWS, 4), batches, loss_fn)
     for ours, theirs in zip(models[1].parameters(), models[0].parameters(), strict=True):
         torch.testing.assert_close(ours, theirs)
 
@@ -329,9 +322,8 @@ def test_a_plain_step_that_fails_is_a_typed_error_with_its_cause(raised, where):
             return BrokenBackward.apply(found)
         raise raised("in the forward")
 
-    with pytest.raises(LossError) as caught:
+    with raises(LossError, code="loss.failed") as caught:
         planned(loss=loss)
-    assert caught.value.code == "loss.failed"
     assert isinstance(caught.value.__cause__, raised)
 
 
@@ -340,9 +332,8 @@ def test_a_plain_step_that_fails_is_a_typed_error_with_its_cause(raised, where):
     "lazy", [lambda: nn.LazyLinear(8), lambda: nn.Sequential(nn.Linear(4, 8), nn.LazyBatchNorm1d())]
 )
 def test_a_lazy_module_is_refused_with_the_remedy(lazy):
-    with pytest.raises(TrimtabError) as caught:
+    with raises(TrimtabError, code="model.uninitialized"):
         planned(nn.Sequential(lazy(), nn.Linear(8, 3)))
-    assert caught.value.code == "model.uninitialized"
 
 
 def test_planning_logs_nothing_of_steps_that_cannot_be_traced(caplog, capfd):

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
+from small_loops import sgd
 from state_digest import fingerprint
 from torch import nn
 
@@ -51,7 +52,7 @@ def test_how_it_ended_is_told(function, end):
     assert end_of(function) == end
 
 
-def test_who_takes_too_long_is_not_waited_for(monkeypatch):
+def test_a_call_that_is_late_or_cannot_be_forked_is_not_waited_for(monkeypatch):
     forked, fork = [], os.fork
     monkeypatch.setattr(os, "fork", lambda: forked.append(fork()) or forked[-1])
     start = time.monotonic()
@@ -60,12 +61,10 @@ def test_who_takes_too_long_is_not_waited_for(monkeypatch):
     with pytest.raises(ProcessLookupError):
         os.kill(forked[0], 0)
 
-
-def test_where_there_is_no_other_process_nothing_is_told(monkeypatch):
-    def fork():
+    def refused():
         raise BlockingIOError("no more processes")
 
-    monkeypatch.setattr(os, "fork", fork)
+    monkeypatch.setattr(os, "fork", refused)
     assert end_of(os.abort) == LATE
 
 
@@ -77,9 +76,7 @@ def test_where_the_incumbents_own_rows_do_not_come_to_their_end_nothing_is_told_
     seen = []
     monkeypatch.setattr(smoke_test, "end_of", lambda function: seen.append(1) or ends[len(seen) - 1])
     model = nn.Linear(4, 1)
-    subject = TrainingLoop(
-        model, torch.optim.SGD(model.parameters(), lr=0.1), lambda m, b: m(b).mean(), torch.randn(8, 4)
-    )
+    subject = TrainingLoop(model, sgd(model), lambda m, b: m(b).mean(), torch.randn(8, 4))
     candidates = [Candidate(8, precision=precision) for precision in ("bf16", "fp16", "tf32")]
     guard = smoke_test.CrashTest(subject, Candidate(8))
     said = [guard.refusal(each) for each in candidates]  # after a late one nobody is waited for any more
@@ -99,7 +96,7 @@ def test_a_batch_that_cannot_be_split_goes_whole():
     batch = Batch(torch.randn(8, 4))
     batch.number = torch.tensor(8)
     model = nn.Linear(4, 1)
-    subject = TrainingLoop(model, torch.optim.SGD(model.parameters(), lr=0.1), lambda m, b: m(b.rows).mean(), batch)
+    subject = TrainingLoop(model, sgd(model), lambda m, b: m(b.rows).mean(), batch)
     assert smoke_test.CrashTest(subject, Candidate(8))._few.rows == 8
 
 
@@ -120,10 +117,9 @@ def test_what_it_changes_and_says_is_its_own(capfd):
 @pytest.mark.usefixtures("brief_trials")
 @pytest.mark.parametrize("budget", [None, trimtab.Budget(memory="1GiB")], ids=["free", "limited"])
 def test_settings_that_end_a_process_are_a_loser_with_its_reason(budget):
-    """Under a limit they are traced before they are tried, and what their operators take is found by running them."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = sgd(model)
 
     def loss(model, batch):
         if torch.is_autocast_enabled("cpu"):

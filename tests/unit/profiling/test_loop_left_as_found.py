@@ -8,6 +8,8 @@ import warnings
 import brief
 import pytest
 import torch
+from small_loops import class_loss as mean
+from small_loops import sgd
 from torch import nn
 from torch.quasirandom import SobolEngine
 
@@ -30,13 +32,9 @@ def counting():
 def planned(loss_fn):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = sgd(model)
     batch = torch.randn(ROWS, 4), torch.randint(0, 3, (ROWS,))
     return trimtab.plan(model, optimizer, loss_fn, batch, num_blocks=3)
-
-
-def mean(model, batch):
-    return nn.functional.cross_entropy(model(batch[0]), batch[1])
 
 
 @pytest.mark.parametrize(

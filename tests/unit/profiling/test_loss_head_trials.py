@@ -53,7 +53,6 @@ def test_a_small_vocabulary_is_not_tried():
 
 
 def test_a_memory_budget_that_only_chunks_can_meet_is_met_by_them(profile):
-    """And planning leaves the head as it was."""
     whole = next(trial for trial in profile.trials if trial.candidate.micro_batch == ROWS and trial.peak_bytes)
     model, *rest = loop()
     before = copy.deepcopy(model.state_dict())

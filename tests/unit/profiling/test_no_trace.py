@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 
 import brief
@@ -130,23 +131,17 @@ def test_a_loop_in_the_middle_of_training_is_left_as_found(model, optimizer):
 
 
 @pytest.mark.parametrize("model", [Normalised, Remembering])
-def test_a_loop_before_its_first_step_is_left_as_found(model):
+@pytest.mark.parametrize("is_evaluated", [False, True])
+def test_a_loop_before_its_first_step_is_left_as_found(model, is_evaluated):
     made, chosen, batch = loop(model, steps=0, leftover=False)
+    made.train(not is_evaluated)
     before, there = fingerprint(made, chosen), members(made)
-    trimtab.profile(made, chosen, random_loss, batch, num_blocks=3)
+    with pytest.warns(UserWarning, match=r"Call model\.train\(\)") if is_evaluated else contextlib.nullcontext():
+        trimtab.profile(made, chosen, random_loss, batch, num_blocks=3)
     assert fingerprint(made, chosen) == before
     assert members(made) == there
     assert not chosen.state
-
-
-def test_a_model_being_evaluated_stays_so():
-    made, chosen, batch = loop(Normalised)
-    made.eval()
-    before = fingerprint(made, chosen)
-    with pytest.warns(UserWarning, match=r"Call model\.train\(\)"):
-        trimtab.plan(made, chosen, random_loss, batch, num_blocks=3)
-    assert fingerprint(made, chosen) == before
-    assert not made.norm.training
+    assert made.training is not is_evaluated
 
 
 def test_training_goes_on_as_if_there_had_been_no_plan():
@@ -179,7 +174,6 @@ class Failing:
 
 
 def test_a_loss_that_fails_on_any_call_leaves_no_trace():
-    """The check and the count are left out if the plain step works; a warm-up or a timed block is a failed trial."""
     made, chosen, batch = loop(Normalised)
     before, there = fingerprint(made, chosen), members(made)
     counting = Failing(-1)

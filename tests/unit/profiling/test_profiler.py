@@ -1,4 +1,4 @@
-"""What a profile says beside its trials: counted FLOP, phases, the wait for data; and loops that do not fit."""
+"""What a profile contains in addition to its trials: facts of the loop, FLOP, phases, the wait for data, padding."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import time
 import pytest
 import torch
 from raising import raises
+from small_loops import class_loss as mean_loss
+from small_loops import sgd
 from torch import nn
 
 import trimtab
@@ -17,8 +19,11 @@ from trimtab.losses import Summed
 from trimtab.measure import machine, page_faults
 from trimtab.planner import search
 from trimtab.planner.plan_choice import choose
+from trimtab.planner.recommendations import padded_vocabulary
 from trimtab.profiling import profiler, trials
+from trimtab.profiling.loop_facts import loop_facts
 from trimtab.profiling.measurement_notes import Notes
+from trimtab.profiling.profiler import padding_saves_s
 from trimtab.profiling.sample_batches import waiting_s
 from trimtab.profiling.step_counts import count_step
 from trimtab.profiling.training_loop import TrainingLoop
@@ -31,10 +36,6 @@ ROWS = 8
 def short(monkeypatch):
     monkeypatch.setattr(trials, "BLOCK_S", 1e-6)
     monkeypatch.setattr(machine, "measured_cpu_peaks", lambda threads: {"fp32": 1e9, "bf16": 1e6, "fp16": 1e6})
-
-
-def mean_loss(model, batch):
-    return nn.functional.cross_entropy(model(batch[0]), batch[1])
 
 
 def loop():
@@ -115,18 +116,7 @@ def test_a_batch_longer_than_the_example_is_seen(factor, longest):
     assert any(each.code == "batch.longer_drawn" for each in advice) is (factor > 1)
 
 
-def test_phases_that_cannot_be_timed_are_none(monkeypatch):
-    def fail(*arguments):
-        raise torch.OutOfMemoryError("CUDA out of memory")
-
-    monkeypatch.setattr(profiler, "measure_phases", fail)
-    found = profiled(data=[loop()[2]] * 3)
-    assert found.phases_s == {}
-    assert found.trials
-
-
 def test_the_price_of_handing_memory_back_is_known_before_anything_is_tried(monkeypatch):
-    """The median of three steps' faults, and the price of one."""
     seen = itertools.cycle((0, 5000, 5100, 5200))
     monkeypatch.setattr(process_state, "can_retain", lambda: True)
     monkeypatch.setattr(page_faults, "num_faults", lambda: next(seen))
@@ -144,7 +134,6 @@ def small_only(model, batch):
 
 
 def test_a_loop_that_does_not_fit_is_planned_in_slices():
-    """Check, count, trials and phases of the whole batch all run out of memory; half of it runs."""
     model, optimizer, batch = loop()
     found = trimtab.profile(model, optimizer, small_only, batch)
     assert (found.loop.flops_per_step, found.loop.terms_per_step, found.loop.terms) == (None, ROWS, "rows")
@@ -221,3 +210,76 @@ def test_how_long_a_run_is_tells_when_to_hurry_and_whether_to_compile(monkeypatc
     assert "total_steps" in choose(patient, trimtab.Objective(), trimtab.Budget()).compiled.reason
     with raises(ValueGivenError, code="value.invalid", field="total_steps"):
         profiled(total_steps=0)
+
+
+WORDS = 5_000
+MODEL = nn.Sequential(nn.Embedding(WORDS, 8), nn.Linear(8, WORDS))
+
+
+@pytest.fixture
+def timed(monkeypatch):
+    """Let a product take as many seconds as a test says of its words."""
+    seconds = {}
+
+    def time_call(function, device):
+        function()
+        return seconds[len(function.args[1])]
+
+    monkeypatch.setattr(profiler, "time_call", time_call)
+    return seconds
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_what_is_saved_is_of_all_tokens_of_a_step(timed, precision):
+    timed.update({WORDS: 1.5, 5_056: 1.25})
+    assert padding_saves_s(MODEL, WORDS, 5_120, precision) == pytest.approx(10 * 0.25)
+    assert padding_saves_s(MODEL, WORDS, 16, precision) == pytest.approx(0.25)
+
+
+def test_padding_that_is_slower_or_runs_out_of_memory_saves_nothing(timed, monkeypatch):
+    timed.update({WORDS: 1.0, 5_056: 1.25})
+    assert padding_saves_s(MODEL, WORDS, 512, "fp32") == 0.0
+
+    def fail(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(profiler, "time_call", fail)
+    assert padding_saves_s(MODEL, WORDS, 512, "fp32") is None
+
+
+def test_noise_saves_nothing(monkeypatch):
+    seconds = iter([9.0, 9.0, *(1.3, 1.0, 1.3, 1.0) * 3])  # pairs turn their order: 1.3 is ours as often as the other's
+    monkeypatch.setattr(profiler, "time_call", lambda *_: next(seconds))
+    assert padding_saves_s(MODEL, WORDS, 512, "fp32") == 0.0
+
+
+@pytest.mark.parametrize(("model", "words"), [(MODEL, 5_056), (MODEL, 4_999), (nn.Linear(8, 100), 100)])
+def test_where_there_is_nothing_to_pad_nothing_is_timed(timed, model, words):
+    assert padding_saves_s(model, words, 512, "fp32") is None
+
+
+def test_rounding_up():
+    assert [padded_vocabulary(n) for n in (50_257, 50_304, 1)] == [50_304, 50_304, 64]
+
+
+@pytest.mark.parametrize(
+    ("layer", "has_workspaces", "has_convolutions"),
+    [
+        (nn.Conv1d(2, 2, 3), True, False),  # no layout of images: its weight has three dimensions
+        (nn.Conv2d(2, 2, 3), True, True),
+        (nn.Conv3d(2, 2, 3), True, False),
+        (nn.ConvTranspose2d(2, 2, 3), True, True),
+        (nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Conv1d(2, 2, 3))), True, False),
+        (nn.LayerNorm(2), False, False),
+    ],
+)
+def test_convolutions_of_any_dimension_have_workspaces(layer, has_workspaces, has_convolutions):
+    facts = loop_facts(layer, sgd(layer), 4, {})
+    assert (facts.has_workspaces, facts.has_convolutions) == (has_workspaces, has_convolutions)
+
+
+def test_what_is_frozen_is_counted_apart():
+    model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1))
+    model[0].requires_grad_(False)
+    facts = loop_facts(model, torch.optim.AdamW(model[1].parameters()), 4, {})
+    assert (facts.num_parameters, facts.trainable_parameters, facts.parameter_bytes) == (11, 3, 44)

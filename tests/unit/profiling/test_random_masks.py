@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from small_loops import sgd
 from state_digest import fingerprint
 from torch import nn
 from torch.nn import functional as F
@@ -33,56 +34,53 @@ def subject_of(*between):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, WIDTH), *between, nn.Tanh(), nn.Linear(WIDTH, 3))
     batch = torch.randn(ROWS, 4), torch.randint(0, 3, (ROWS,))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    return TrainingLoop(model, optimizer, lambda model, batch: F.cross_entropy(model(batch[0]), batch[1]), batch)
+    return TrainingLoop(model, sgd(model), lambda model, batch: F.cross_entropy(model(batch[0]), batch[1]), batch)
 
 
 # Deterministic layers whose class name says "drop".
 
 
-class DropBlockNorm(nn.Module):
-    def forward(self, x):
-        if not self.training:
-            return x
-        x = x - x.mean(0)
-        kept = (x.abs() > x.abs().mean()).float()
-        return x * kept * kept.numel() / kept.sum()
+def layer(name, function, **attributes):
+    """A class of modules that run a function while training and return their input otherwise."""
+
+    class Layer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            for attribute, value in attributes.items():
+                setattr(self, attribute, value)
+
+        def forward(self, x):
+            return function(self, x) if self.training else x
+
+    Layer.__name__ = Layer.__qualname__ = name
+    return Layer
 
 
-class DropMean(nn.Module):
-    def forward(self, x):
-        return x - x.mean(0) if self.training else x
+def scaled_by_kept(module, x):
+    x = x - x.mean(0)
+    kept = (x.abs() > x.abs().mean()).float()
+    return x * kept * kept.numel() / kept.sum()
 
 
-class DropAndCentre(nn.Module):
-    """Draws a mask for each sample, and couples samples too."""
-
-    def forward(self, x):
-        return (x - x.mean(0)) * torch.rand(len(x), 1).round() if self.training else x
-
-
-class DropBlock2d(nn.Module):
-    """Scales by the share of the whole batch that is kept, as torchvision does."""
-
-    def forward(self, x):
-        if not self.training:
-            return x
-        mask = torch.empty_like(x).bernoulli_(0.7)
-        return x * mask * (mask.numel() / mask.sum())
+def scaled_by_kept_at_random(module, x):
+    """Scales by the fraction of the whole batch that is kept, as torchvision does."""
+    mask = torch.empty_like(x).bernoulli_(0.7)
+    return x * mask * (mask.numel() / mask.sum())
 
 
-class GatedByProbability(nn.Module):
-    """Couples samples where its probability is not zero."""
-
-    def __init__(self):
-        super().__init__()
-        self.dropout = 0.5
-
-    def forward(self, x):
-        return x - x.mean(0) if self.training and self.dropout > 0 else x
+def centred(module, x):
+    return x - x.mean(0)
 
 
-COUPLED = (DropBlockNorm, DropMean, DropAndCentre, DropBlock2d, GatedByProbability)
+DropBlockNorm, DropMean = layer("DropBlockNorm", scaled_by_kept), layer("DropMean", centred)
+GatedByProbability = layer("GatedByProbability", lambda m, x: centred(m, x) if m.dropout > 0 else x, dropout=0.5)
+
+
+COUPLED = (
+    *(DropBlockNorm, DropMean, GatedByProbability),
+    layer("DropAndCentre", lambda module, x: centred(module, x) * torch.rand(len(x), 1).round()),
+    layer("DropBlock2d", scaled_by_kept_at_random),
+)
 
 
 @pytest.mark.parametrize("layer", COUPLED)
@@ -124,52 +122,21 @@ def attention_over_samples(module, x):
     return F.scaled_dot_product_attention(one, one, one, dropout_p=0.3).squeeze(0)
 
 
+def zero_initialized(module, x):
+    """Its branch is multiplied by a weight that starts at zero: the loss is the same with any mask."""
+    return x + module.gain * x * (torch.rand(()) > 0.5)
+
+
+def by_index(module, x):
+    """Keeps one of two halves, by an operator whose smallest value is not known."""
+    return x * (torch.arange(WIDTH) % 2 == torch.multinomial(torch.ones(2), 1))
+
+
 class DropAll(nn.Module):
     """One number for the whole batch."""
 
     def forward(self, x):
         return x * (torch.rand(()) > 0.5) if self.training else x
-
-
-class AllOrNothing(nn.Module):
-    """One number for the whole batch, compared with a probability that is held as 0."""
-
-    def __init__(self):
-        super().__init__()
-        self.dropout = 0.1
-
-    def forward(self, x):
-        return x * (torch.rand(()) > self.dropout) if self.training else x
-
-
-class ZeroInitialized(DropAll):
-    """Its branch is multiplied by a weight that starts at zero: the loss is the same with any mask."""
-
-    def __init__(self):
-        super().__init__()
-        self.gain = nn.Parameter(torch.zeros(()))
-
-    def forward(self, x):
-        return x + self.gain * super().forward(x)
-
-
-class DropByInteger(nn.Module):
-    def forward(self, x):
-        return x * torch.randint(0, 2, ()) if self.training else x
-
-
-class DropByIndex(nn.Module):
-    """Keeps one of two halves, by an operator whose smallest value is not known."""
-
-    def forward(self, x):
-        return x * (torch.arange(WIDTH) % 2 == torch.multinomial(torch.ones(2), 1)) if self.training else x
-
-
-class DropRarely(nn.Module):
-    """Its number is almost never large enough."""
-
-    def forward(self, x):
-        return x * (torch.rand(()) < 0.99999) if self.training else x
 
 
 class NeedsSamples(DropAll):
@@ -206,12 +173,14 @@ SHARED = {
     "dropout of one sample": lambda: Between(dropout_over_samples),
     "attention over samples": lambda: Between(attention_over_samples),
     "one number": DropAll,
-    "one integer": DropByInteger,
-    "one index": DropByIndex,
-    "one number that rarely drops": DropRarely,
+    "one integer": layer("DropByInteger", lambda module, x: x * torch.randint(0, 2, ())),
+    "one index": layer("DropByIndex", by_index),
+    "one number that rarely drops": layer("DropRarely", lambda module, x: x * (torch.rand(()) < 0.99999)),
     "sizes of the proof alone": NeedsSamples,
-    "one number and a probability": AllOrNothing,
-    "zero initialized": ZeroInitialized,
+    "one number and a probability": layer(
+        *("AllOrNothing", lambda module, x: x * (torch.rand(()) > module.dropout)), dropout=0.1
+    ),
+    "zero initialized": layer("ZeroInitialized", zero_initialized, gain=nn.Parameter(torch.zeros(()))),
     "stochastic depth": lambda: StochasticDepth(0.05, "batch"),
 }
 
@@ -246,25 +215,15 @@ class DropPath(nn.Module):
         return x * mask
 
 
-class LockedDropout(nn.Module):
+def locked_dropout(module, x):
     """One mask for all time steps of a sample, which is dimension 1."""
-
-    def forward(self, x):
-        if not self.training:
-            return x
-        steps = x.unsqueeze(0).expand(3, -1, -1)
-        return (steps * x.new_empty(1, x.size(0), x.size(1)).bernoulli_(0.6) / 0.6).mean(0)
+    steps = x.unsqueeze(0).expand(3, -1, -1)
+    return (steps * x.new_empty(1, x.size(0), x.size(1)).bernoulli_(0.6) / 0.6).mean(0)
 
 
-class OwnProbability(nn.Module):
-    """Draws a mask by a probability that it holds."""
-
-    def __init__(self):
-        super().__init__()
-        self.attention_dropout = 0.2
-
-    def forward(self, x):
-        return x * (torch.rand_like(x) > self.attention_dropout) if self.training else x
+OwnProbability = layer(
+    *("OwnProbability", lambda module, x: x * (torch.rand_like(x) > module.attention_dropout)), attention_dropout=0.2
+)
 
 
 class LayerDrop(nn.Module):
@@ -356,7 +315,7 @@ PER_SAMPLE = {
     ),
     "StochasticDepth": lambda: StochasticDepth(0.4, "row"),
     "DropPath": DropPath,
-    "LockedDropout": LockedDropout,
+    "LockedDropout": layer("LockedDropout", locked_dropout),
     "a probability of its own": OwnProbability,
     "a number that is not used": LayerDrop,
 }

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from call_counts import OutOfReach
+from small_loops import sgd
 from state_digest import fingerprint
 from torch import nn
 
@@ -30,8 +31,9 @@ class Loop:
         self._kept = OutOfReach(few_s={"fp32": [0.01], "bf16": []}, ran=[])
         torch.manual_seed(0)
         model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.Flatten(), nn.Linear(8, 2))
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        self.subject = TrainingLoop(model, optimizer, self.loss, (torch.randn(rows, 1, 4, 4), torch.zeros(rows).long()))
+        self.subject = TrainingLoop(
+            model, sgd(model), self.loss, (torch.randn(rows, 1, 4, 4), torch.zeros(rows).long())
+        )
         monkeypatch.setattr(smoke_test, "time_call", self.time_call)
         monkeypatch.setattr(trials, "time_call", lambda step, device, count=1: (step(), 1.0)[1])
 
@@ -77,7 +79,6 @@ def test_a_hopeless_candidate_never_runs_a_whole_step(loop):
 
 @pytest.mark.parametrize("few_s", [[0.02], [0.1], [9.0, 0.03]])
 def test_a_first_step_of_few_rows_may_hold_what_happens_once(loop, few_s):
-    """Up to ten times as long may be fixed cost; nine seconds, and then thirty milliseconds, were a kernel compiled."""
     loop.few_s["bf16"] = few_s
     _, rival = loop.stage(FP32, BF16)
     assert rival.error is None

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 from raising import raises
+from small_loops import sgd
 from torch import nn
 
 import trimtab
@@ -60,7 +61,6 @@ def test_each_precision_of_the_device_is_traced_and_the_fastest_in_chunks():
 
 
 def test_a_fused_step_is_planned_where_it_was_what_was_traced():
-    """Else a plan's peak and time would be those of an optimizer that it leaves as it is."""
     plan = planned(reference=trimtab.Reference("bf16"))
     assert plan.fused_optimizer.value
     assert plan.fused_optimizer.code == "trace.fused"
@@ -90,7 +90,6 @@ class Recurrent(nn.Module):
 
 
 def test_layers_most_of_whose_memory_no_trace_tells_are_refused():
-    """A trace of this one is a fifth of what it takes."""
     torch.manual_seed(0)
     model = Recurrent()
     loss_fn = lambda m, b: m(b[0]).square().mean()  # noqa: E731
@@ -176,7 +175,7 @@ def test_batch_statistics_are_not_split():
     model(torch.zeros(2, 3, 8, 8))
     loss_fn = lambda m, b: nn.functional.cross_entropy(m(b[0]), b[1])  # noqa: E731
     batch = (torch.randn(8, 3, 8, 8), torch.zeros(8).long())
-    plan = trimtab.plan(model, torch.optim.SGD(model.parameters(), lr=0.1), loss_fn, batch, device="H100 SXM")
+    plan = trimtab.plan(model, sgd(model), loss_fn, batch, device="H100 SXM")
     assert "peak memory: traced, plus a margin of 15%" in str(plan)
     assert plan.micro_batch.value == 8
     assert (plan.check.splittable, plan.check.code) == (False, "split.batch_statistics")

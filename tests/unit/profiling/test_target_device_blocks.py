@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 from raising import raises
+from small_loops import sgd, square_loss
 from torch import nn
 
 import trimtab
@@ -93,7 +94,6 @@ def test_peaks_are_those_of_a_step_that_is_traced_so(text, precision):
 
 
 def test_without_torchs_own_engine_blocks_are_planned_whole_or_not_at_all(monkeypatch):
-    """What is computed again is the CPU's then, which keeps other tensors; plans without a limit are as they were."""
     before = trimtab.plan(*loop(), device=L4)
     monkeypatch.setattr(fake_tensors, "_ENGINE", None)
     assert trimtab.plan(*loop(), device=L4).predicted == before.predicted
@@ -124,7 +124,6 @@ def test_seconds_are_those_of_what_runs_again(text):
 
 
 def test_no_micro_batch_is_told_less_than_its_operators_take():
-    """Of few rows an operator takes what starting it takes."""
     profile = of_both()
     for found in profile.recomputables:
         traced_as = traced({"tf32": "fp32", "fp16": "bf16"}.get(found.candidate.precision, found.candidate.precision))
@@ -191,7 +190,7 @@ def test_blocks_may_be_named():
     with raises(ValueGivenError, code="blocks.unknown_module", field="blocks"):
         trimtab.plan(*normalised(), device=L4, blocks=["9"])
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
-    loop_of = model, torch.optim.SGD(model.parameters(), lr=0.1), lambda m, b: m(m(b)).sum(), torch.randn(8, 4)
+    loop_of = model, sgd(model), lambda m, b: m(m(b)).sum(), torch.randn(8, 4)
     with raises(ValueGivenError, code="blocks.not_run_once", field="blocks"):
         trimtab.plan(*loop_of, device=L4, blocks=["0"])
 
@@ -208,9 +207,8 @@ def test_a_recorded_profile_says_what_a_plan_of_the_loop_says():
 
 
 def test_what_cannot_be_traced_in_blocks_is_planned_without():
-    """One layer, no blocks."""
     model = nn.Linear(8, 8)
-    loop_of = model, torch.optim.SGD(model.parameters(), lr=0.1), lambda m, b: m(b).square().mean(), torch.randn(64, 8)
+    loop_of = model, sgd(model), square_loss, torch.randn(64, 8)
     plan = trimtab.plan(*loop_of, device=L4, objective=trimtab.Objective(1.0, 1.0))
     assert not plan.recompute.changed
     assert "no blocks that run once in a forward" in plan.recompute.reason

@@ -12,6 +12,7 @@ import torch
 from call_counts import OutOfReach
 from raising import raises
 from rank_cases import Tokens
+from small_loops import sgd, train
 from state_digest import fingerprint
 from torch import nn
 
@@ -30,7 +31,7 @@ from trimtab.planner.tuned_plan import (
 from trimtab.plans.plan import Plan
 from trimtab.profiling import training_settings_search
 from trimtab.profiling.training_loop import TrainingLoop
-from trimtab.profiling.training_settings_search import range_test, short_race
+from trimtab.profiling.training_settings_search import RunLength, range_test, short_race, tune_plan
 
 ROWS = 4
 STANDS, MUON = Plan.fixed(ROWS), Plan.fixed(ROWS, optimizer="muon")
@@ -161,8 +162,8 @@ def planned(
     monkeypatch.setattr(training_settings_search, "short_race", short)
     monkeypatch.setattr(training_settings_search, "range_test", ranged)
     monkeypatch.setattr(training_settings_search, "judge_rival", lambda pairs, rival: verdict)
-    length = training_settings_search.RunLength(run_steps)
-    return training_settings_search.tune_plan(its, STANDS, adapt, batches(60), lambda text: None, length), [
+    length = RunLength(run_steps)
+    return tune_plan(its, STANDS, adapt, batches(60), lambda text: None, length), [
         tested,
         *raced,
     ]
@@ -178,8 +179,7 @@ def test_muon_is_kept_where_it_won_and_the_run_steps_by_it(monkeypatch):
     assert (tested, stands.optimizer.value, rival.optimizer.value) == ([], "user", "muon")
     assert rival.learning_rate_scale == stands.learning_rate_scale
     with trimtab.start(its.model, its.optimizer, found) as run:
-        for window in run.windows(batches(2)):
-            run.train_step(window, loss_fn)
+        train(run, batches(2), loss_fn)
         assert "muon" in run.state_dict()
 
 
@@ -209,8 +209,7 @@ def test_a_plan_is_told_how_long_the_run_is(monkeypatch, steps, rise):
     rates = []
     with trimtab.start(its.model, its.optimizer, found, total_samples=100 * ROWS) as run:
         its.optimizer.register_step_pre_hook(lambda *_: rates.append(its.optimizer.param_groups[0]["lr"]))
-        for window in run.windows(batches(12)):
-            run.train_step(window, loss_fn)
+        train(run, batches(12), loss_fn)
     assert rates.index(max(rates)) in ((4, 5) if rise is None else (8, 9))
 
 
@@ -231,8 +230,7 @@ def test_gradients_are_clipped_where_an_optimizer_divides_by_their_size(monkeypa
     own, norms = {"clip_norm": 1e-3, "total_samples": 10 * ROWS}, []  # which goes before it
     with trimtab.start(its.model, its.optimizer, found, **own) as run:
         its.optimizer.register_step_pre_hook(lambda *_: norms.append(norm_of(its.model)))
-        for window in run.windows(batches(2)):
-            run.train_step(window, loss_fn)
+        train(run, batches(2), loss_fn)
         assert run.plan.clip_norm.value == (None if clips is None else 1e-3)
     assert norms == [pytest.approx(1e-3, rel=1e-2)] * 2
 
@@ -274,10 +272,6 @@ def test_a_plan_says_what_its_own_race_found():
     assert 0 < found.search_s < found.planning_s
     assert found.optimizer.reason in str(found)
     assert fingerprint(its.model, its.optimizer) == before
-
-
-def sgd(model):
-    return torch.optim.SGD(model.parameters(), lr=0.1)
 
 
 @pytest.mark.parametrize(
@@ -325,18 +319,13 @@ def test_a_schedule_is_raced_against_a_straight_line_by_samples_alone(monkeypatc
     assert (found.measured, found.verified) == (stands.measured, stands.verified)  # no step became slower by it
 
 
-def test_where_the_range_test_keeps_the_rate_no_schedule_is_raced(monkeypatch):
+def test_a_schedule_is_raced_only_if_the_rate_is_free_and_changes(monkeypatch):
     monkeypatch.setattr(training_settings_search, "short_race", lambda *_, **__: pytest.fail("raced"))
     monkeypatch.setattr(
         training_settings_search, "range_test", lambda *_: tuple(RatePoint(1.3**i, 5.0 + i) for i in range(20))
     )
-    found = training_settings_search.tune_plan(
-        subject(), STANDS, ("learning_rate", "schedule"), batches(), lambda text: None
-    )
+    found = tune_plan(subject(), STANDS, ("learning_rate", "schedule"), batches(), lambda text: None)
     assert found.schedule.value == "user"
-
-
-def test_a_schedule_needs_the_rate_to_be_free():
     its = subject()
     with raises(ValueGivenError, code="adapt.schedule_without_rate", field="adapt"):
         trimtab.plan(its.model, its.optimizer, loss_fn, its.batch, adapt="schedule", data=batches())
@@ -382,7 +371,6 @@ def test_the_loss_of_unseen_batches_is_that_of_evaluation_before_each_step():
 
 
 def test_evaluating_changes_no_training():
-    """Nor the modes of modules, one of which the loop has frozen in evaluation."""
     its = subject(Heavy)
     its.model.blocks.eval()
     before = fingerprint(its.model, its.optimizer)
@@ -423,23 +411,21 @@ def test_dropout_that_nothing_needs_is_dropped(monkeypatch):
 )
 def test_where_no_race_could_tell_dropout_is_kept_and_why(monkeypatch, make, data, passes, said):
     monkeypatch.setattr(training_settings_search, "short_race", lambda *_, **__: pytest.fail("raced"))
-    found = training_settings_search.tune_plan(
-        subject(make), STANDS, ("dropout",), data, lambda text: None, training_settings_search.RunLength(passes=passes)
-    )
+    found = tune_plan(subject(make), STANDS, ("dropout",), data, lambda text: None, RunLength(passes=passes))
     assert (found.dropout.value, found.plan_kind) == (None, "equivalent")
     assert said in found.dropout.reason
 
 
 def test_passes_are_known_by_length_and_steps():
-    assert training_settings_search.RunLength.of(batches(40), 100) == training_settings_search.RunLength(100, 2.5)
-    assert training_settings_search.RunLength.of(iter(batches(4)), 100) == training_settings_search.RunLength(100, None)
-    assert training_settings_search.RunLength.of(batches(4), None) == training_settings_search.RunLength()
+    assert RunLength.of(batches(40), 100) == RunLength(100, 2.5)
+    assert RunLength.of(iter(batches(4)), 100) == RunLength(100, None)
+    assert RunLength.of(batches(4), None) == RunLength()
 
     class Endless(torch.utils.data.IterableDataset):
         def __iter__(self):
             yield from batches(4)
 
-    assert training_settings_search.RunLength.of(torch.utils.data.DataLoader(Endless()), 100).passes is None
+    assert RunLength.of(torch.utils.data.DataLoader(Endless()), 100).passes is None
 
 
 def test_pairs_of_few_batches_that_are_not_shuffled_differ_in_their_order(monkeypatch):

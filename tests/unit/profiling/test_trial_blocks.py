@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from small_loops import sgd
 from torch import nn
 
 from trimtab.core.choice import Note
@@ -20,13 +21,14 @@ from trimtab.state import process_state
 
 NO_MEMORY = Note("trial.out_of_memory", "out of memory")
 WHOLE = Candidate(8)
+needs_glibc = pytest.mark.skipif(not process_state.can_retain(), reason="needs glibc")
 HALF, QUARTER = replace(WHOLE, micro_batch=4), replace(WHOLE, micro_batch=2)
 
 
 @pytest.fixture
 def subject():
     model = nn.Linear(4, 1)
-    return TrainingLoop(model, torch.optim.SGD(model.parameters(), lr=0.1), lambda m, x: m(x).mean(), torch.randn(8, 4))
+    return TrainingLoop(model, sgd(model), lambda m, x: m(x).mean(), torch.randn(8, 4))
 
 
 @pytest.fixture(autouse=True)
@@ -82,6 +84,8 @@ CONTROLLED = final(WHOLE, HALF, control=True)
 ORDER = modes(WHOLE, FOURTH, THIRD)
 OPEN_ORDER = {WHOLE: [0.27] * 9, THIRD: [0.15, 0.16] * 5, FOURTH: [0.16, 0.15] * 5}
 HURRIED = {"patient": False}
+LIKELY = {WHOLE: WILD, HALF: [0.9] * 15}  # 1.11x, where the control resolves more
+SLIGHT = {WHOLE: WILD, HALF: [0.97] * 15}  # 1.03x, which is not worth the time
 # Phase, seconds of blocks, number of blocks of each arm, and the seconds of a step: a long one runs five blocks, and a
 # short one up to fifteen.
 BLOCKS = {
@@ -100,32 +104,13 @@ BLOCKS = {
         {WHOLE: [1.0] * 10, HALF: [0.5, 0.5, 0.51, 0.5, 0.5]},
         (5, 5, 5),
     ),
-    # 1.11x where the control resolves more: three times the blocks. 1.03x would not be worth the time.
-    "a likely gain in the noise": (CONTROLLED, {WHOLE: [*WILD], HALF: [0.9] * 15}, (15, 15, 15)),
-    "a gain not worth having": (CONTROLLED, {WHOLE: [*WILD], HALF: [0.97] * 15}, (5, 5, 5)),
+    "a likely gain in the noise": (CONTROLLED, LIKELY, (15, 15, 15)),
+    "a gain not worth having": (CONTROLLED, SLIGHT, (5, 5, 5)),
     # It saves 2,000 s: a tenth pays for ten more blocks of three arms, some steps each.
-    "hurried, but it pays": (
-        CONTROLLED,
-        {WHOLE: [*WILD], HALF: [0.9] * 15},
-        (15, 15, 15),
-        1.0,
-        HURRIED | {"run_s": 2e4},
-    ),
-    "hurried in a short run": (
-        CONTROLLED,
-        {WHOLE: [*WILD], HALF: [0.9] * 15},
-        (5, 5, 5),
-        1.0,
-        HURRIED | {"run_s": 100},
-    ),
-    "hurried for too little": (
-        CONTROLLED,
-        {WHOLE: [*WILD], HALF: [0.97] * 15},
-        (5, 5, 5),
-        1.0,
-        HURRIED | {"run_s": 1e9},
-    ),
-    "hurried in a run of unknown length": (CONTROLLED, {WHOLE: [*WILD], HALF: [0.9] * 15}, (5, 5, 5), 1.0, HURRIED),
+    "hurried, but it pays": (CONTROLLED, LIKELY, (15, 15, 15), 1.0, HURRIED | {"run_s": 2e4}),
+    "hurried in a short run": (CONTROLLED, LIKELY, (5, 5, 5), 1.0, HURRIED | {"run_s": 100}),
+    "hurried for too little": (CONTROLLED, SLIGHT, (5, 5, 5), 1.0, HURRIED | {"run_s": 1e9}),
+    "hurried in a run of unknown length": (CONTROLLED, LIKELY, (5, 5, 5), 1.0, HURRIED),
     "an end to more blocks": (CONTROLLED, {WHOLE: [0.2, 0.3] * 15, HALF: [0.2] * 15}, (15, 15, 15), 0.2),
     "short steps run more blocks": (final(WHOLE, HALF), {WHOLE: [0.1] * 15, HALF: [0.05] * 15}, (15, 15), 0.1),
     "a loser may have to win": (final(WHOLE, HALF, drops=False), {WHOLE: [1.0] * 5, HALF: [2.0] * 5}, (5, 5)),
@@ -160,15 +145,18 @@ def test_without_a_rival_or_an_incumbent_there_is_no_order(subject, machine, sta
     assert {trial.code for trial in found} == {"", "trial.out_of_memory"}
 
 
-def test_without_a_control_that_runs_there_is_no_second_look(subject, machine):
+def test_an_arm_that_fails_after_its_warm_up_is_a_trial_with_its_error(subject, machine):
     machine.blocks = {WHOLE: [1.0, RuntimeError("out of memory"), *[1.0] * 20], HALF: [0.9] * 20}
     incumbent, rival, control = run(subject, CONTROLLED)
     assert (control.error, control.code) == ("out of memory", "trial.out_of_memory")
     assert len(incumbent.block_s) == len(rival.block_s) == 5
+    machine.blocks = {WHOLE: [1.0, RuntimeError("CUDA out of memory")], HALF: [1.0] * 5}
+    incumbent, rival = run(subject, final(WHOLE, HALF))
+    assert (incumbent.error, incumbent.block_s) == ("out of memory", ())
+    assert (rival.error, len(rival.block_s)) == (None, 5)
 
 
 def test_a_lap_that_was_disturbed_takes_more_of_them_to_tell(subject, machine):
-    """It lost one of four, and is clear of the noise by the fifth."""
     machine.first_s = 0.15
     machine.blocks = {WHOLE: [0.15] * 9, THIRD: [0.12, 0.16, *[0.12] * 7]}
     incumbent, rival = run(subject, modes(WHOLE, THIRD))
@@ -177,7 +165,6 @@ def test_a_lap_that_was_disturbed_takes_more_of_them_to_tell(subject, machine):
 
 @pytest.mark.parametrize("stage", ["graphs", "compile"])
 def test_what_has_to_be_clearly_faster_to_be_put_first_takes_all_its_blocks(subject, machine, stage):
-    """By three blocks, of which one of the loop's own was disturbed, its gain would not be clear of the noise."""
     machine.first_s = 0.15
     machine.blocks = {WHOLE: [0.13, 0.13, 0.2] + [0.13] * 6, GRAPHS: [0.1] * 9}
     incumbent, rival = run(subject, SearchPhase(stage, (WHOLE, GRAPHS)))
@@ -185,10 +172,9 @@ def test_what_has_to_be_clearly_faster_to_be_put_first_takes_all_its_blocks(subj
     assert speed_ratio(rival, incumbent).low > 1
 
 
+@needs_glibc
 @pytest.mark.parametrize(("allocators", "modes"), [(("retain", "retain"), {"retain"}), (("keep", "retain"), {"keep"})])
 def test_memory_is_retained_across_a_stage_all_of_which_retains_it(subject, monkeypatch, allocators, modes):
-    if not process_state.can_retain():
-        pytest.skip("needs glibc")
     before, seen = process_state.allocator_mode(), set()
     monkeypatch.setattr(trials, "_time_block", lambda *_: seen.add(process_state.allocator_mode()) or 1.0)
     candidates = tuple(replace(c, allocator=a) for c, a in zip((WHOLE, HALF), allocators, strict=True))
@@ -226,23 +212,17 @@ def clock(monkeypatch):
     return seconds
 
 
-def test_a_long_first_step_is_not_repeated(subject, clock):
+def test_a_first_step_is_repeated_only_if_it_would_drop_its_candidate(subject, clock):
     clock += [0.9] * 6
     (trial,) = run(subject, SearchPhase("modes", (WHOLE,), accepts=True))
     assert clock == []
     assert trial.block_s == (0.9,) * 5
-
-
-def test_a_first_step_that_would_drop_its_candidate_is_repeated(subject, clock):
     """A kernel compiled in the first step of bf16: 9 s, and 0.5 s from then on."""
     bf16 = replace(WHOLE, precision="bf16")
     clock += [1.0, 9.0, 0.5] + [1.0, 0.5, 0.5, 1.0] * 2 + [1.0, 0.5]
     incumbent, rival = run(subject, SearchPhase("modes", (WHOLE, bf16), accepts=True))
     assert rival.error is None
     assert (incumbent.block_s, rival.block_s) == ((1.0,) * 5, (0.5,) * 5)
-
-
-def test_one_that_stays_far_slower_is_dropped(subject, clock):
     bf16 = replace(WHOLE, precision="bf16")
     clock += [1.0, 9.0, 8.0] + [1.0] * 5
     _, rival = run(subject, SearchPhase("modes", (WHOLE, bf16), accepts=True))
@@ -250,8 +230,8 @@ def test_one_that_stays_far_slower_is_dropped(subject, clock):
     assert all(figure in rival.error for figure in ("8 s", "1 s"))
 
 
+@needs_glibc
 def test_a_slow_first_step_of_every_block_is_no_gain_for_one_that_retains_memory(subject, clock, monkeypatch):
-    """What a block's first step pays is paid by all arms alike: in the time, or before it."""
     start, fresh = TrainingLoop.start, []
 
     def starting(subject, candidate):
@@ -272,16 +252,12 @@ def test_a_slow_first_step_of_every_block_is_no_gain_for_one_that_retains_memory
     monkeypatch.setattr(trials, "time_settled", time_call)
     tried = replace(subject, loss_fn=loss)
     arms = (WHOLE, replace(WHOLE, allocator="retain"))
-    if not process_state.can_retain():
-        pytest.skip("needs glibc")
     incumbent, rival, _ = run(tried, final(*arms, control=True))
     assert set(incumbent.block_s) == set(rival.block_s) == {1.0}
 
 
+@needs_glibc
 def test_a_step_that_asked_for_memory_is_not_counted_of_one_that_retains_it(subject, monkeypatch):
-    """Where a block is one step, its heap may grow in it: a run's does at first, and then no more."""
-    if not process_state.can_retain():
-        pytest.skip("needs glibc")
     timed = []
     monkeypatch.setattr(trials, "time_call", lambda step, device, count=1: (step(), 1.0)[1])
     monkeypatch.setattr(trials, "time_settled", lambda step, device: (step(), timed.append(1), 0.5)[2])
@@ -292,7 +268,6 @@ def test_a_step_that_asked_for_memory_is_not_counted_of_one_that_retains_it(subj
 
 
 def test_every_block_begins_with_optimizer_state(monkeypatch):
-    """Made in one arm's timed step, it would count as that arm's; and the loop has none before its first step."""
     model = nn.Linear(4, 1)
     adam = torch.optim.AdamW(model.parameters())
     tried = TrainingLoop(model, adam, lambda m, x: m(x).mean(), torch.randn(8, 4))
@@ -352,16 +327,8 @@ def test_fp16_that_overflows_at_every_scale_is_no_candidate():
     assert trial.code == "trial.gradients_overflow"
 
 
-def test_one_that_fails_after_its_warm_up_is_a_trial_with_its_error(subject, machine):
-    machine.blocks = {WHOLE: [1.0, RuntimeError("CUDA out of memory")], HALF: [1.0] * 5}
-    incumbent, rival = run(subject, final(WHOLE, HALF))
-    assert (incumbent.error, incumbent.block_s) == ("out of memory", ())
-    assert (rival.error, len(rival.block_s)) == (None, 5)
-
-
 @pytest.mark.parametrize(("candidates", "lead"), [((WHOLE, HALF), 0), ((WHOLE, GRAPHS), 3)])
 def test_blocks_beside_what_is_recorded_begin_after_its_recording(subject, candidates, lead):
-    """Each run records anew, in its third call: all arms step as often before the clock."""
     calls: list[int] = []
 
     def loss_fn(model, rows):

@@ -1,9 +1,10 @@
-"""Peak bytes of a trial on CPU are the bytes one can count by hand."""
+"""Peak bytes of a trial on CPU are the bytes that can be counted by hand, also of windows of two batches."""
 
 from __future__ import annotations
 
 import pytest
 import torch
+from small_loops import sgd, square_loss
 from torch import nn
 
 import trimtab
@@ -34,7 +35,7 @@ def peak(model, optimizer, batch, micro_batch=None, adapts_batch_size=False, **s
 
 def wide(rows, inputs=32, width=1024):
     model = nn.Sequential(nn.Linear(inputs, width), nn.ReLU(), nn.Linear(width, 1))
-    return model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), torch.randn(rows, inputs)
+    return model, sgd(model, momentum=0.9), torch.randn(rows, inputs)
 
 
 def numel(model):
@@ -77,7 +78,7 @@ def test_a_trial_holds_what_a_run_keeps_to_begin_a_window_anew(rows, is_copied):
     """A copy of a buffer below 1 MiB; a larger one is copied only after a window moved it."""
     torch.manual_seed(0)
     model, batch = Masked(rows), torch.randn(64, 256)
-    subject = TrainingLoop(model, torch.optim.SGD(model.parameters(), lr=0.1), mean_loss, batch)
+    subject = TrainingLoop(model, sgd(model), mean_loss, batch)
     profile = trimtab.profile(model, subject.optimizer, mean_loss, batch, num_blocks=3, traces=True)
     whole = profile.trials[0]
     with trimtab.start(model, subject.optimizer, trimtab.Plan.fixed(64, 32)) as run:
@@ -96,24 +97,20 @@ def deep(optimizer):
     return model, optimizer(model.parameters()), torch.randn(2, 512)
 
 
-def test_a_deep_mlp_on_few_rows_peaks_in_the_step_of_sgd():
-    """Parameters, momentum and gradients; SGD works in place, one tensor after the other, and adds nothing."""
-    model, optimizer, batch = deep(lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, foreach=False))
-    expected = FLOAT * 3 * numel(model)
-    assert peak(model, optimizer, batch) == pytest.approx(expected, rel=0.01)
+STEPS = {
+    # Parameters, momentum and gradients; SGD works in place, one tensor after the other, and adds nothing.
+    "sgd": (lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, foreach=False), False, 3, 0),
+    # Parameters, two moments and gradients; one tensor's square root and its quotient by the bias correction.
+    "adamw": (lambda p: torch.optim.AdamW(p, lr=0.1, foreach=False), False, 4, 2 * 512 * 512),
+    "fused adamw": (lambda p: torch.optim.AdamW(p, lr=0.1, foreach=False), True, 4, 0),
+}
 
 
-def test_a_deep_mlp_on_few_rows_peaks_in_the_step_of_adamw():
-    """Parameters, two moments and gradients; one tensor's square root and its quotient by the bias correction."""
-    model, optimizer, batch = deep(lambda p: torch.optim.AdamW(p, lr=0.1, foreach=False))
-    expected = FLOAT * (4 * numel(model) + 2 * 512 * 512)
-    assert peak(model, optimizer, batch) == pytest.approx(expected, rel=0.01)
-
-
-def test_a_fused_adamw_needs_no_room_for_its_denominator():
-    model, optimizer, batch = deep(lambda p: torch.optim.AdamW(p, lr=0.1, foreach=False))
-    expected = FLOAT * 4 * numel(model)
-    assert peak(model, optimizer, batch, fused_optimizer=True) == pytest.approx(expected, rel=0.01)
+@pytest.mark.parametrize(("make", "is_fused", "copies", "rest"), STEPS.values(), ids=STEPS)
+def test_a_deep_mlp_on_few_rows_peaks_in_the_optimizer_step(make, is_fused, copies, rest):
+    model, optimizer, batch = deep(make)
+    expected = FLOAT * (copies * numel(model) + rest)
+    assert peak(model, optimizer, batch, fused_optimizer=is_fused) == pytest.approx(expected, rel=0.01)
 
 
 def test_a_batch_nested_in_any_way_is_counted_once():
@@ -152,3 +149,32 @@ def test_the_plan_of_a_loop_that_accumulates_needs_no_more_memory_unless_a_limit
     assert (plan.measured.peak_bytes <= 1.03 * own) or not stays
     assert any(note.code == "memory.own_peak" for note in plan.notes) is stays
     assert "accumulating 4 batches" in str(plan)
+
+
+def tanh_loop():
+    torch.manual_seed(0)
+    model = nn.Sequential(*(layer for _ in range(4) for layer in (nn.Linear(512, 512), nn.Tanh())))
+    return model, torch.optim.SGD(model.parameters(), lr=0.0), square_loss, torch.randn(512, 512)
+
+
+def peak_of_windows(plan, num_batches):
+    """Return the peak bytes of a run's window of so many batches."""
+    model, optimizer, loss_fn, batch = tanh_loop()
+    with trimtab.start(model, optimizer, plan) as run:
+        run.train_step(run.window(batch), loss_fn)
+        return peak_bytes(
+            lambda: run.train_step(run.window(*[batch] * num_batches), loss_fn),
+            torch.device("cpu"),
+            lambda: [*model.parameters(), batch],
+        )
+
+
+def test_a_limit_is_held_by_windows_of_two_batches():
+    as_it_is = trimtab.Plan.fixed(512)
+    one, two = (peak_of_windows(as_it_is, num_batches) for num_batches in (1, 2))
+    assert two > 1.1 * one
+    limit = trimtab.Budget(memory=(one + two) // 2)
+    plan = trimtab.plan(*tanh_loop(), budget=limit, num_blocks=3, adapt="batch")
+    assert plan.micro_batch.changed or plan.precision.changed
+    assert plan.measured.peak_bytes <= limit.memory_bytes
+    assert peak_of_windows(plan, 2) <= limit.memory_bytes

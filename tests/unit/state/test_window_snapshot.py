@@ -6,6 +6,7 @@ import contextlib
 
 import pytest
 import torch
+from small_loops import sgd
 from torch import nn
 
 import trimtab
@@ -42,7 +43,7 @@ def test_values_and_generators_are_put_back():
         model.mean.fill_(float(window))
 
 
-def test_a_buffer_that_asks_for_a_gradient_is_put_back_and_its_copies_ask_for_none():
+def test_buffers_that_need_gradients_or_were_replaced_are_restored():
     model = Model(mean=torch.zeros(2, requires_grad=True))
     start = WindowSnapshot(model)
     for value in (1.0, 2.0):
@@ -53,9 +54,6 @@ def test_a_buffer_that_asks_for_a_gradient_is_put_back_and_its_copies_ask_for_no
         assert torch.equal(model.mean, torch.zeros(2))
     (copies, _) = start._always
     assert not any(each.requires_grad for each in copies)
-
-
-def test_a_persistent_buffer_that_was_replaced_stands_again():
     model = Model(mean=torch.zeros(2))
     start, kept = WindowSnapshot(model), model.mean
     start.note()
@@ -65,7 +63,7 @@ def test_a_persistent_buffer_that_was_replaced_stands_again():
     assert torch.equal(kept, torch.zeros(2))
 
 
-def test_a_cache_that_grew_or_was_made_or_went_is_left_alone():
+def test_caches_are_left_alone():
     """What says how large it is stands beside it in Python, and is not put back."""
     model = Model(cos_cache=torch.zeros(4), sin_cache=torch.zeros(4), made_cache=None, gone_cache=torch.zeros(1))
     start = WindowSnapshot(model)
@@ -77,6 +75,13 @@ def test_a_cache_that_grew_or_was_made_or_went_is_left_alone():
     assert torch.equal(model.sin, torch.ones(4))
     assert torch.equal(model.made, torch.ones(1))
     start.note()  # and the next window begins with what stands there
+    model = Model(mask_cache=torch.zeros(2**19))
+    start = WindowSnapshot(model, watches=True)
+    start.note()
+    model.mask += 1
+    start.restore_skipped()
+    assert start.unheld == []
+    assert model.mask.all()
 
 
 @pytest.mark.parametrize(
@@ -86,21 +91,14 @@ def test_a_cache_that_grew_or_was_made_or_went_is_left_alone():
         torch.zeros(1).expand(5),
         torch.zeros(0),
         torch.zeros(2, dtype=torch.complex64),
+        torch.inference_mode()(torch.zeros)(3),
     ],
 )
 def test_buffers_of_any_kind_are_no_obstacle(buffer):
     model = Model(kept=buffer)
-    with trimtab.start(model, torch.optim.SGD(model.parameters(), 0.1), Plan.fixed(4)) as run:
+    with trimtab.start(model, sgd(model), Plan.fixed(4)) as run:
         run.train_step(run.window(torch.randn(4, 3)), lambda m, x: m(x).sum())
         assert run.applied_steps == 1
-
-
-def test_a_buffer_made_under_inference_is_no_obstacle():
-    with torch.inference_mode():
-        made = torch.zeros(3)
-    start = WindowSnapshot(Model(kept=made))
-    start.note()
-    start.restore()
 
 
 def moved_by_version(buffer):
@@ -165,16 +163,6 @@ def test_a_large_buffer_that_other_ones_take_the_place_of_is_restored_after_the_
         start.learn()
 
 
-def test_a_large_cache_that_moved_stays():
-    model = Model(mask_cache=torch.zeros(2**19))
-    start = WindowSnapshot(model, watches=True)
-    start.note()
-    model.mask += 1
-    start.restore_skipped()
-    assert start.unheld == []
-    assert model.mask.all()
-
-
 def test_large_batch_statistics_are_copied_from_the_first_window_on(monkeypatch):
     monkeypatch.setattr(window_snapshot, "_LARGE", 8)
     model = nn.Sequential(nn.Linear(3, 8), nn.BatchNorm1d(8))
@@ -188,7 +176,6 @@ def test_large_batch_statistics_are_copied_from_the_first_window_on(monkeypatch)
 
 @pytest.mark.parametrize("window", [0, 2])
 def test_a_window_that_moved_a_large_buffer_first_is_not_repeated(window):
-    """It is repeated once a copy is there: then it trains as it would have done in halves."""
     model = Model(base=torch.zeros(2**18))
     calls = []
 
@@ -200,7 +187,7 @@ def test_a_window_that_moved_a_large_buffer_first_is_not_repeated(window):
         return model(batch).mean() + 0 * model.base[0]
 
     options = {"out_of_memory": "split"}
-    with trimtab.start(model, torch.optim.SGD(model.parameters(), 0.1), Plan.fixed(4), **options) as run:
+    with trimtab.start(model, sgd(model), Plan.fixed(4), **options) as run:
         for _ in range(window):
             run.train_step(run.window(torch.randn(4, 3)), loss_fn)
         context = pytest.warns(RuntimeWarning) if window else pytest.raises(torch.OutOfMemoryError)
@@ -224,7 +211,7 @@ def test_a_skipped_step_warns_of_a_large_buffer_that_it_moved_first(moves, warne
 
     context = pytest.warns(RuntimeWarning) if warned else contextlib.nullcontext()
     with (
-        trimtab.start(model, torch.optim.SGD(model.parameters(), 0.1), Plan.fixed(4), nonfinite="skip") as run,
+        trimtab.start(model, sgd(model), Plan.fixed(4), nonfinite="skip") as run,
         context,
     ):
         run.train_step(run.window(torch.full((4, 3), torch.nan)), loss_fn)
@@ -236,7 +223,7 @@ def test_memory_that_runs_out_while_noting_passes_and_nothing_is_put_back(monkey
     def fail(*args, **kwargs):
         raise torch.OutOfMemoryError("no")
 
-    with trimtab.start(model, torch.optim.SGD(model.parameters(), 0.1), Plan.fixed(4)) as run:
+    with trimtab.start(model, sgd(model), Plan.fixed(4)) as run:
         with monkeypatch.context() as patch:
             patch.setattr(window_snapshot.torch, "empty_like", fail)
             with pytest.raises(torch.OutOfMemoryError):
@@ -250,7 +237,7 @@ def test_a_loop_that_cannot_be_run_again_pays_for_nothing(monkeypatch):
     notes = []
     monkeypatch.setattr(WindowSnapshot, "note", lambda self: notes.append(1))
     model = Model(mean=torch.zeros(2))
-    with trimtab.start(model, torch.optim.SGD(model.parameters(), 0.1), Plan.fixed(4)) as run:
+    with trimtab.start(model, sgd(model), Plan.fixed(4)) as run:
         for micro in (window := run.window(torch.randn(4, 3))):
             run.backward(run.model(micro).sum())
         run.step()
@@ -261,8 +248,7 @@ def test_a_loop_that_cannot_be_run_again_pays_for_nothing(monkeypatch):
 @pytest.mark.filterwarnings("ignore:.torch.jit.*:DeprecationWarning")
 def test_the_statistics_of_a_scripted_model_are_put_back_where_a_step_is_skipped():
     model = torch.jit.script(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with trimtab.start(model, optimizer, Plan.fixed(6), nonfinite="skip") as run:
+    with trimtab.start(model, sgd(model), Plan.fixed(6), nonfinite="skip") as run:
         run.train_step(run.window(torch.randn(6, 3)), lambda model, x: model(x).square().mean())
         before = {name: value.clone() for name, value in model.state_dict().items()}
         run.train_step(run.window(torch.full((6, 3), torch.nan)), lambda model, x: model(x).square().mean())

@@ -7,19 +7,16 @@ from dataclasses import replace
 
 import pytest
 import torch
+from raising import raises
+from small_loops import class_loss as loss_fn
+from small_loops import sgd, train
 from torch import nn
-from torch.nn import functional as F
 
 import trimtab
 from trimtab.core.errors import LossError
-from trimtab.training.split_conditions import UnprovedSplitWarning
 
 K, ROWS = 4, 8
 pytestmark = pytest.mark.usefixtures("brief_trials")
-
-
-def loss_fn(model, batch):
-    return F.cross_entropy(model(batch[0]), batch[1])
 
 
 def batches():
@@ -31,7 +28,7 @@ def batches():
 def loop():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 3))
-    return model, torch.optim.SGD(model.parameters(), lr=0.1)
+    return model, sgd(model)
 
 
 def plan():
@@ -46,8 +43,7 @@ def trained(made, *, num_batches=None, data=None):
     with trimtab.start(model, optimizer, made) as run:
         if num_batches is not None:
             run.of_batches(num_batches)
-        for window in run.windows(batches() if data is None else data):
-            run.train_step(window, loss_fn)
+        train(run, batches() if data is None else data, loss_fn)
     return model
 
 
@@ -67,27 +63,14 @@ def test_the_loops_own_split_is_kept_and_trains_as_the_loop_without_a_warning():
         torch.testing.assert_close(one, other)
 
 
-def test_a_step_of_one_batch_is_warned_of():
+def test_batches_of_another_size_than_planned_are_warned_of():
     with pytest.warns(RuntimeWarning, match="of_batches"):
         trained(plan())
-
-
-def test_a_micro_batch_larger_than_the_loaders_batches_is_warned_of():
-    made = replace(trimtab.Plan.fixed(K * ROWS), reference=trimtab.Reference(accumulate=K))
-    with pytest.warns(RuntimeWarning, match="micro-batch"):
-        trained(made, num_batches=K)
-
-
-def test_steps_of_the_planned_size_are_not_warned_of():
     whole = [tuple(torch.cat(columns) for columns in zip(*batches()[:K], strict=True))]
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        trained(plan(), data=whole)
-
-
-def test_another_split_of_batch_statistics_is_warned_of():
-    with pytest.warns(UnprovedSplitWarning):
-        trimtab.start(*loop(), trimtab.Plan.fixed(K * ROWS, 4)).close()
+    trained(plan(), data=whole)  # of the planned size: no warning
+    larger = replace(trimtab.Plan.fixed(K * ROWS), reference=trimtab.Reference(accumulate=K))
+    with pytest.warns(RuntimeWarning, match="micro-batch"):
+        trained(larger, num_batches=K)
 
 
 # Loops that scale their loss ----------------------------------------------------------------------------------------
@@ -108,14 +91,11 @@ def test_a_loss_with_a_scalers_scale_is_refused(name):
         return SCALED[name](scaler, loss_fn(model, batch))
 
     model, optimizer = loop()
-    with pytest.raises(LossError) as caught:
+    with raises(LossError, code="loss.scaled"):
         trimtab.plan(model, optimizer, scaled, batches()[0], num_blocks=3)
-    assert caught.value.code == "loss.scaled"
     before = [p.detach().clone() for p in model.parameters()]
-    with trimtab.start(model, optimizer, trimtab.Plan.fixed(ROWS)) as run:
-        with pytest.raises(LossError) as caught:
-            run.train_step(run.window(batches()[0]), scaled)
-        assert caught.value.code == "loss.scaled"
+    with trimtab.start(model, optimizer, trimtab.Plan.fixed(ROWS)) as run, raises(LossError, code="loss.scaled"):
+        run.train_step(run.window(batches()[0]), scaled)
     assert all(map(torch.equal, before, model.parameters()))
 
 

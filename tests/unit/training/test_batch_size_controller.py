@@ -10,6 +10,7 @@ import math
 import pytest
 import torch
 from raising import raises
+from small_loops import sgd
 from torch import nn
 
 import trimtab
@@ -109,41 +110,80 @@ def measuring(k, **values):
     return BatchRule("fixed", k=k, learning_rate="none", min_windows=10**6, **values)
 
 
+def of(problem):
+    return problem.model, problem.optimizer, problem.plan
+
+
+def controller_of(problem, plan=None):
+    parts = problem.model, problem.optimizer, SingleProcessExchange(), lambda *_: None, WindowWeights()
+    return BatchSizeController(plan or problem.plan, *parts)
+
+
+def taking(clock, seconds=5.0):
+    """A loss that takes a given number of seconds."""
+    return lambda model, batch: (clock(seconds), mean_loss(model, batch))[1]
+
+
+@pytest.fixture
+def never_decided(monkeypatch):
+    """Keep k as it is, whatever is measured."""
+    monkeypatch.setattr("trimtab.adaptive_batch.batch_size_decider.BatchSizeDecider.decide", lambda self: None)
+
+
 @pytest.fixture
 def always_measured(monkeypatch):
     """Measure every window: in steps of a fraction of a millisecond the account would allow one in a hundred."""
     monkeypatch.setattr(OverheadBudget, "is_due", lambda self, sparse=0: not self.is_paused and self.windows >= FRESH)
 
 
-@pytest.mark.parametrize(("rows", "micro", "k"), [(8, 8, 4), (8, 3, 3), (16, 8, 2), (8, 8, 1)])
-def test_a_runs_estimates_are_those_of_the_true_gradient(windows_seen, always_measured, rows, micro, k):
-    """Also of a window of one micro-batch, which is split in two."""
-    problem = Regression(rows, measuring(k), micro=micro)
-    problem.run(600)
-    assert len(windows_seen) >= 588  # the first ten of a single micro-batch are not split
-    assert_unbiased(windows_seen, "trace", problem.trace)
-    assert_unbiased(windows_seen, "norm2", problem.norm2)
+def penalized_loss(model, batch):
+    """The loss takes a gradient of its own, as a gradient penalty does: hooks on the leaves see that gradient too."""
+    (found,) = torch.autograd.grad(mean_loss(model, batch), [model.weight], create_graph=True)
+    return mean_loss(model, batch) + 0.0 * found.square().sum()
 
 
-def test_rows_that_a_loss_ignores_are_no_rows_of_it(windows_seen, always_measured):
-    """A sum over six of eight rows: their mean varies as that of six does, and N counts rows of the batch."""
-    problem = Regression(8, measuring(4))
-    problem.run(600, loss=counting_loss)
-    assert_unbiased(windows_seen, "trace", problem.trace * 8 / 6)
-    assert_unbiased(windows_seen, "norm2", problem.norm2)
+NUMBERS = itertools.cycle((1, 4, 2, 3))
+TERMS = torch.tensor([1.0, 3.0] * 4, dtype=torch.float64)
 
 
-def test_batches_of_other_sizes(windows_seen, always_measured):
-    problem = Regression(8, measuring(4))
-    problem.run(800, sizes=(8, 3, 5))
-    assert_unbiased(windows_seen, "trace", problem.trace)
+def loss_of_terms_by_micro_batch(model, batch):
+    terms = next(NUMBERS)
+    return Summed(terms * 0.5 * (model(batch[0])[:, 0] - batch[1]).square().sum(), torch.tensor(8 * terms))
+
+
+def loss_of_terms_by_sample(model, batch):
+    return Summed((TERMS * 0.5 * (model(batch[0])[:, 0] - batch[1]).square()).sum(), TERMS.sum())
+
+
+# Samples, micro-batch and k; windows; options of the run; and the factor by which the loss changes the trace.
+UNBIASED = {
+    "whole micro-batches": ((8, 8, 4), 600, {}, 1.0),
+    "micro-batches of other sizes": ((8, 3, 3), 600, {}, 1.0),
+    "split batches": ((16, 8, 2), 600, {}, 1.0),
+    "one micro-batch, which is split in two": ((8, 8, 1), 600, {}, 1.0),
+    "samples that the loss ignores": ((8, 8, 4), 600, {"loss": counting_loss}, 8 / 6),
+    "batches of other sizes": ((8, 8, 4), 800, {"sizes": (8, 3, 5)}, 1.0),
+    "gradients that the loss takes": ((8, 8, 4), 300, {"loss": penalized_loss}, 1.0),
+    "terms that differ by micro-batch": ((8, 8, 4), 800, {"loss": loss_of_terms_by_micro_batch}, 1.0),
+    "terms that differ by sample": ((8, 8, 4), 800, {"loss": loss_of_terms_by_sample}, 8 * 40 / 16**2),
+}
+
+
+@pytest.mark.parametrize(("shape", "windows", "options", "factor"), UNBIASED.values(), ids=UNBIASED)
+def test_a_runs_estimates_are_those_of_the_true_gradient(
+    windows_seen, always_measured, shape, windows, options, factor
+):
+    samples, micro_batch, k = shape
+    problem = Regression(samples, measuring(k), micro=micro_batch)
+    problem.run(windows, **options)
+    assert len(windows_seen) >= windows - 12  # the first ten of a single micro-batch are not split
+    assert_unbiased(windows_seen, "trace", factor * problem.trace)
     assert_unbiased(windows_seen, "norm2", problem.norm2)
 
 
 def test_windows_of_other_numbers_of_micro_batches(windows_seen, always_measured):
-    """k changes on the way: each window's estimates are unbiased whatever its own k."""
     problem = Regression(8, measuring(4))
-    with trimtab.start(problem.model, problem.optimizer, problem.plan) as run:
+    with trimtab.start(*of(problem)) as run:
         batches, sizes = problem.batches(), itertools.cycle((2, 3, 7, 1, 4))
         for _ in range(750):
             run.train_step(run.window(*itertools.islice(batches, next(sizes))), mean_loss)
@@ -163,7 +203,7 @@ def test_a_loss_scale_is_taken_out(windows_seen, always_measured, precision):
 
 def test_a_users_change_between_unscale_and_step_is_not_noise(windows_seen, always_measured):
     problem = Regression(8, measuring(4))
-    with trimtab.start(problem.model, problem.optimizer, problem.plan) as run:
+    with trimtab.start(*of(problem)) as run:
         for window in itertools.islice(run.windows(problem.batches()), 300):
             for micro in window:
                 run.backward(mean_loss(run.model, micro))
@@ -175,24 +215,20 @@ def test_a_users_change_between_unscale_and_step_is_not_noise(windows_seen, alwa
 
 def test_a_window_given_up_says_nothing_and_leaves_no_hook(windows_seen, each_measured):
     problem = Regression(8, measuring(2))
-    with trimtab.start(problem.model, problem.optimizer, problem.plan) as run:
+    with trimtab.start(*of(problem)) as run:
         batches = problem.batches()
-        for _ in range(5):
+        for index in range(8):
             window = run.window(*itertools.islice(batches, 2))
-            with pytest.raises(ZeroDivisionError):
-                run.train_step(window, failing_loss)
+            with pytest.raises(ZeroDivisionError) if index < 5 else contextlib.nullcontext():
+                run.train_step(window, failing_loss if index < 5 else mean_loss)
             assert not problem.model.weight._backward_hooks
-        assert (each_measured.opened, each_measured.closed) == (5, 0)
-        for _ in range(3):
-            run.train_step(run.window(*itertools.islice(batches, 2)), mean_loss)
-            assert not problem.model.weight._backward_hooks
+            assert (each_measured.opened, each_measured.closed) == (index + 1, max(0, index - 4))
     assert len(windows_seen) == 1  # of the three that went well, two are still on their way
 
 
 def test_a_window_that_was_given_up_is_due_again():
-    """On ranks, one that gave up has to put its figures where the others do: in the next window that is over."""
     problem = Regression(8, measuring(4))
-    with trimtab.start(problem.model, problem.optimizer, problem.plan) as run:
+    with trimtab.start(*of(problem)) as run:
         batches = problem.batches()
         window = lambda: run.window(*itertools.islice(batches, 4))  # noqa: E731
         for _ in range(FRESH):
@@ -241,7 +277,7 @@ def test_k_follows_the_rule_and_the_record_says_why(tmp_path, always_measured):
 
 def windows_of(problem, number, loss=None):
     """Train so many windows; returns (batches, micro-batches) of each, and the run."""
-    with trimtab.start(problem.model, problem.optimizer, problem.plan) as run:
+    with trimtab.start(*of(problem)) as run:
         sizes = []
         for window in itertools.islice(run.windows(problem.batches()), number):
             sizes.append((window.num_batches, window.num_micro_batches))
@@ -251,7 +287,9 @@ def windows_of(problem, number, loss=None):
 
 @pytest.mark.parametrize("is_lost", [False, True])
 @pytest.mark.parametrize(("policy", "batch_statistics"), [("goodput", False), ("goodput", True), ("fixed", False)])
-def test_single_micro_batches_show_their_noise_in_a_few_windows(monkeypatch, policy, batch_statistics, is_lost):
+def test_single_micro_batches_show_their_noise_in_a_few_windows(
+    monkeypatch, never_decided, policy, batch_statistics, is_lost
+):
     """Split in two, or of two batches where splitting is other maths; for the time of a batch of three in any case.
 
     As dense as the account allows until the noise is known, for 200 windows at the most; then one in 50. None of the
@@ -264,9 +302,6 @@ def test_single_micro_batches_show_their_noise_in_a_few_windows(monkeypatch, pol
     if is_lost:
         with torch.no_grad():
             problem.model.weight.copy_(TRUE[None] * (1 + 1e-6))
-    monkeypatch.setattr(
-        "trimtab.adaptive_batch.batch_size_decider.BatchSizeDecider.decide", lambda self: None
-    )  # k stays 1
     monkeypatch.setattr(
         "trimtab.adaptive_batch.noise_probes.ProbeSelection.told", lambda self, standing: None
     )  # it would save nothing
@@ -288,7 +323,6 @@ def test_single_micro_batches_show_their_noise_in_a_few_windows(monkeypatch, pol
 
 
 def test_a_decision_for_one_micro_batch_is_carried_out():
-    """Nothing is fixed about a window's time here, so one is best: hardly a window has more."""
     problem = Regression(64, BatchRule("goodput", k_max=16))
     sizes, _ = windows_of(problem, 600)
     later = sizes[40:]  # after each pause some show the time of a batch, and the noise, anew
@@ -298,11 +332,10 @@ def test_a_decision_for_one_micro_batch_is_carried_out():
 
 @pytest.mark.parametrize("policy", ["goodput", "norm_test"])
 def test_batches_that_are_all_alike_have_no_noise(always_measured, policy):
-    """Overfitting one batch: what is left is rounding, of either sign."""
     problem = Regression(8, BatchRule(policy, k=2, min_windows=3))
     problem.model.float()
     batch = [part[:1].repeat(8, *[1] * (part.ndim - 1)).float() for part in next(problem.batches())]
-    with trimtab.start(problem.model, problem.optimizer, problem.plan) as run:
+    with trimtab.start(*of(problem)) as run:
         for _ in range(40):
             run.train_step(run.window(*[batch] * run.num_batches), mean_loss)
         assert run.noise.scale < 1e-3
@@ -310,7 +343,6 @@ def test_batches_that_are_all_alike_have_no_noise(always_measured, policy):
 
 
 def test_only_what_the_optimizer_steps_is_seen(windows_seen, always_measured):
-    """A backbone that gradients reach and nobody steps, and a layer that is unfrozen on the way."""
     problem = Regression(8, measuring(4))
     problem.model = nn.Sequential(nn.Linear(DIM, DIM).double(), problem.model)
     problem.optimizer = torch.optim.SGD(problem.model[1].parameters(), lr=0.0)
@@ -327,7 +359,7 @@ def test_a_layer_frozen_or_unfrozen_on_the_way_is_followed(windows_seen, always_
     problem = Regression(8, measuring(4))
     problem.model.bias = nn.Parameter(torch.zeros(1, dtype=torch.float64), requires_grad=False)
     problem.optimizer = torch.optim.SGD(problem.model.parameters(), lr=0.0)
-    with trimtab.start(problem.model, problem.optimizer, problem.plan) as run:
+    with trimtab.start(*of(problem)) as run:
         for index, window in enumerate(itertools.islice(run.windows(problem.batches()), 300)):
             problem.model.bias.requires_grad_(index >= 100)
             run.train_step(window, mean_loss)
@@ -340,12 +372,11 @@ TRIALS = BatchRule("throughput_per_memory", k_max=8, trials=((1, 100.0, 100.0), 
 
 
 def test_trials_decide_by_throughput_per_byte_at_one_batch():
-    """A batch stays what it is, and is cut into so many micro-batches: they are tried at one effective batch."""
     problem = Regression(8, TRIALS)
     sizes, run = windows_of(problem, 12)
     assert set(sizes) == {(1, 4)}
     assert run.consumed_samples == 96
-    with trimtab.start(problem.model, problem.optimizer, problem.plan) as other:
+    with trimtab.start(*of(problem)) as other:
         other.load_state_dict(run.state_dict())
         assert other.window(next(problem.batches())).num_micro_batches == 4
 
@@ -354,16 +385,15 @@ def test_a_batch_that_cannot_be_cut_is_not_decided_upon():
     problem = Regression(8, TRIALS)
     problem.model.extra = nn.BatchNorm1d(2)
     with raises(UsageError, code="batch_rule.not_splittable", field="plan.batch_rule"):
-        trimtab.start(problem.model, problem.optimizer, problem.plan)
+        trimtab.start(*of(problem))
 
 
 def times_of(problem, windows, loss, batches=None):
     """Train so many windows; returns the seconds of a micro-batch and the fixed ones that the run decides by."""
-    with trimtab.start(problem.model, problem.optimizer, problem.plan) as run:
+    with trimtab.start(*of(problem)) as run:
         for window in itertools.islice(run.windows(batches or problem.batches()), windows):
             run.train_step(window, loss)
-        standing = run._control._decider.standing
-    return standing.times
+    return run._control._decider.standing.times
 
 
 @pytest.fixture
@@ -382,22 +412,20 @@ def test_a_small_rest_of_a_batch_is_no_fixed_time(always_measured, clock):
     """100 rows in 32, 32, 32 and 4, all of which take as long: it is the batch's time, however many rows it has."""
     problem = Regression(100, measuring(12), micro=32)
     problem.optimizer.register_step_pre_hook(lambda *_: clock(7.0))
-    times = times_of(problem, 10 + FRESH, lambda model, batch: (clock(5.0), mean_loss(model, batch))[1])
+    times = times_of(problem, 10 + FRESH, taking(clock))
     assert (times.micro_s, times.fixed_s) == (pytest.approx(5.0), pytest.approx(7.0))
 
 
-def test_half_a_batch_that_takes_as_long_as_a_whole_one_is_not_taken_for_half(always_measured, monkeypatch, clock):
+def test_half_a_batch_that_takes_as_long_as_a_whole_one_is_not_taken_for_half(always_measured, never_decided, clock):
     """At k = 1 the time of a micro-batch is that of whole ones, two to a window until it is known."""
-    monkeypatch.setattr("trimtab.adaptive_batch.batch_size_decider.BatchSizeDecider.decide", lambda self: None)
     problem = Regression(8, BatchRule("goodput", k_max=4))
-    times = times_of(problem, 30, lambda model, batch: (clock(5.0), mean_loss(model, batch))[1])
+    times = times_of(problem, 30, taking(clock))
     assert (times.micro_s, times.fixed_s) == (pytest.approx(5.0), pytest.approx(0.0))
 
 
 @pytest.mark.parametrize(("k", "k_max"), [(1, 4), (2, 4), (4, 4), (1, 3)])
-def test_adding_to_a_gradient_is_a_further_micro_batchs_time(always_measured, monkeypatch, clock, k, k_max):
+def test_adding_to_a_gradient_is_a_further_micro_batchs_time(always_measured, never_decided, clock, k, k_max):
     """A window's first has nothing to add to: with one more of them the window takes 5 + 2 s longer, not 5."""
-    monkeypatch.setattr("trimtab.adaptive_batch.batch_size_decider.BatchSizeDecider.decide", lambda self: None)
     problem = Regression(8, BatchRule("goodput", k=k, k_max=k_max))
     problem.optimizer.register_step_pre_hook(lambda *_: clock(7.0))
 
@@ -410,7 +438,6 @@ def test_adding_to_a_gradient_is_a_further_micro_batchs_time(always_measured, mo
 
 
 def test_watching_is_no_micro_batchs_time(always_measured, monkeypatch, clock):
-    """Nor is it charged to what is fixed: windows that are not measured are what is decided about."""
     keep = GradientNorms._keep
 
     def slowly(self, *seen):
@@ -419,76 +446,29 @@ def test_watching_is_no_micro_batchs_time(always_measured, monkeypatch, clock):
         keep(self, *seen)
 
     monkeypatch.setattr(GradientNorms, "_keep", slowly)
-    times = times_of(
-        Regression(8, measuring(4)), 10 + FRESH, lambda model, batch: (clock(5.0), mean_loss(model, batch))[1]
-    )
+    times = times_of(Regression(8, measuring(4)), 10 + FRESH, taking(clock))
     assert (times.micro_s, times.fixed_s) == (pytest.approx(5.0), pytest.approx(0.0))
 
 
-def test_of_two_micro_batches_the_first_tells_where_no_more_are_allowed(always_measured, monkeypatch, clock):
-    monkeypatch.setattr("trimtab.adaptive_batch.batch_size_decider.BatchSizeDecider.decide", lambda self: None)
+def test_of_two_micro_batches_the_first_tells_where_no_more_are_allowed(always_measured, never_decided, clock):
     problem = Regression(8, BatchRule("goodput", k_max=2))
-    sizes, run = windows_of(problem, 30, lambda model, batch: (clock(5.0), mean_loss(model, batch))[1])
+    sizes, run = windows_of(problem, 30, taking(clock))
     assert {batches for batches, _ in sizes} == {1, 2}
     assert run._control._decider.standing.times.micro_s == pytest.approx(5.0)
 
 
 def test_waiting_for_data_is_a_micro_batchs_time(always_measured, clock):
-    """Every further micro-batch waits for its own."""
-
     def slowly(batches):
         for batch in batches:
             clock(3.0)
             yield batch
 
     problem = Regression(8, measuring(4))
-    loss = lambda model, batch: (clock(5.0), mean_loss(model, batch))[1]  # noqa: E731
-    times = times_of(problem, 10 + FRESH, loss, slowly(problem.batches()))
+    times = times_of(problem, 10 + FRESH, taking(clock), slowly(problem.batches()))
     assert (times.micro_s, times.fixed_s) == (pytest.approx(8.0), pytest.approx(0.0))
 
 
-def test_gradients_that_a_loss_asks_for_are_no_micro_batchs(windows_seen, always_measured):
-    """As a penalty on the gradient does: hooks on the leaves see those too."""
-
-    def loss(model, batch):
-        (found,) = torch.autograd.grad(mean_loss(model, batch), [model.weight], create_graph=True)
-        return mean_loss(model, batch) + 0.0 * found.square().sum()
-
-    problem = Regression(8, measuring(4))
-    problem.run(300, loss=loss)
-    assert_unbiased(windows_seen, "trace", problem.trace)
-    assert_unbiased(windows_seen, "norm2", problem.norm2)
-
-
-def test_rows_may_have_other_numbers_of_terms_in_each_micro_batch(windows_seen, always_measured):
-    """One to four terms a row, all alike: rows are what is independent, terms what weighs."""
-    numbers = itertools.cycle((1, 4, 2, 3))
-
-    def loss(model, batch):
-        terms = next(numbers)
-        return Summed(terms * 0.5 * (model(batch[0])[:, 0] - batch[1]).square().sum(), torch.tensor(8 * terms))
-
-    problem = Regression(8, measuring(4))
-    problem.run(800, loss=loss)
-    assert_unbiased(windows_seen, "trace", problem.trace)
-    assert_unbiased(windows_seen, "norm2", problem.norm2)
-
-
-def test_rows_of_one_micro_batch_may_have_other_numbers_of_terms(windows_seen, always_measured):
-    """A row's gradient is then what its terms bring: S is of such rows, and G2 is as it was."""
-    terms = torch.tensor([1.0, 3.0] * 4, dtype=torch.float64)
-
-    def loss(model, batch):
-        return Summed((terms * 0.5 * (model(batch[0])[:, 0] - batch[1]).square()).sum(), terms.sum())
-
-    problem = Regression(8, measuring(4))
-    problem.run(800, loss=loss)
-    assert_unbiased(windows_seen, "trace", problem.trace * 8 * terms.square().sum().item() / terms.sum().item() ** 2)
-    assert_unbiased(windows_seen, "norm2", problem.norm2)
-
-
 def test_figures_are_read_in_a_later_window_than_they_were_made_in(monkeypatch, always_measured):
-    """Read in their own, they would wait for the device."""
     made, read, windows = [], [], []
     begin, look = AsyncScalar.__init__, AsyncScalar.read
     monkeypatch.setattr(
@@ -496,7 +476,7 @@ def test_figures_are_read_in_a_later_window_than_they_were_made_in(monkeypatch, 
     )
     monkeypatch.setattr(AsyncScalar, "read", lambda self: (read.append(len(windows)), look(self))[1])
     problem = Regression(8, measuring(4))
-    with trimtab.start(problem.model, problem.optimizer, problem.plan, nonfinite="continue") as run:
+    with trimtab.start(*of(problem), nonfinite="continue") as run:
         for window in itertools.islice(run.windows(problem.batches()), 20 + FRESH):
             windows.append(window)
             run.train_step(window, mean_loss)
@@ -505,11 +485,10 @@ def test_figures_are_read_in_a_later_window_than_they_were_made_in(monkeypatch, 
 
 
 def test_a_users_schedule_by_steps_can_follow_the_loader_batches(always_measured):
-    """It is stepped as often as there were loader batches, and is where it had been without accumulation."""
     problem = Regression(4, BatchRule("norm_test", theta=0.5, k_max=64, learning_rate="linear"), lr=1e-12)
     schedule = torch.optim.lr_scheduler.StepLR(problem.optimizer, 1, 0.999)
     drawn = 0
-    with trimtab.start(problem.model, problem.optimizer, problem.plan) as run:
+    with trimtab.start(*of(problem)) as run:
         for window in itertools.islice(run.windows(problem.batches()), 60):
             for micro in window:
                 run.backward(mean_loss(run.model, micro))
@@ -523,7 +502,7 @@ def test_a_users_schedule_by_steps_can_follow_the_loader_batches(always_measured
 
 def test_a_split_the_check_refused_is_not_made(each_measured):
     problem = Regression(8, measuring(1), check=SplitCheck(False, "batch statistics"))
-    with trimtab.start(problem.model, problem.optimizer, problem.plan) as run:
+    with trimtab.start(*of(problem)) as run:
         window = run.window(next(problem.batches()))
         assert window.num_micro_batches == 1
         run.train_step(window, mean_loss)
@@ -532,7 +511,7 @@ def test_a_split_the_check_refused_is_not_made(each_measured):
 
 def test_the_last_batches_of_a_loader_are_a_shorter_window():
     problem = Regression(8, measuring(4))
-    with trimtab.start(problem.model, problem.optimizer, problem.plan) as run:
+    with trimtab.start(*of(problem)) as run:
         sizes = []
         for window in run.windows(list(itertools.islice(problem.batches(), 10))):
             sizes.append(window.num_batches)
@@ -546,14 +525,19 @@ def events_of(path, name):
 
 
 def recorded(problem, windows, folder, loss=None):
+    """Train and record; return the events of the noise monitor's budget."""
     with trimtab.RecordWriter(folder / "run.jsonl", trimtab.Header("test")) as writer:
         problem.run(windows, loss, record=writer)
     found = events_of(folder / "run.jsonl", "account")
     return [event for event in found if event.detail["technique"] == "noise monitor"]
 
 
+def set_times(monkeypatch, micro_s, fixed_s):
+    name = "trimtab.adaptive_batch.step_time_model.WindowTimes.times"
+    monkeypatch.setattr(name, lambda self, rows: StepTimes(micro_s, fixed_s))
+
+
 def test_a_monitor_that_brings_nothing_is_paused_and_says_so(tmp_path, always_measured):
-    """No other k than the present one is allowed: nothing can be gained."""
     found = recorded(Regression(64, BatchRule("goodput", k_max=1)), 150, tmp_path)
     paused, last = (event.detail for event in found)
     assert (paused["technique"], paused["pays"], paused["pause"]) == ("noise monitor", False, PAUSE)
@@ -563,10 +547,7 @@ def test_a_monitor_that_brings_nothing_is_paused_and_says_so(tmp_path, always_me
 
 
 def test_a_monitor_that_pays_says_so_too(tmp_path, always_measured, monkeypatch):
-    """A fixed part of ten micro-batches a window, told instead of waited for."""
-    monkeypatch.setattr(
-        "trimtab.adaptive_batch.step_time_model.WindowTimes.times", lambda self, rows: StepTimes(0.001, 0.01)
-    )
+    set_times(monkeypatch, 0.001, 0.01)
     monkeypatch.setattr(OverheadBudget, "price", 0.004)
     found = recorded(Regression(8, BatchRule("goodput", k_max=16, learning_rate="linear")), 300, tmp_path)
     assert found[0].detail["pays"] is True
@@ -584,19 +565,15 @@ def test_a_monitor_that_pays_says_so_too(tmp_path, always_measured, monkeypatch)
     ],
 )
 def test_rows_are_worth_what_the_optimizer_and_its_rate_make_of_them(make, learning_rate, expected):
-    """The law of an optimizer that normalises is that of a rate that follows the root of the batch."""
     problem = Regression(8, BatchRule("goodput", learning_rate=learning_rate))
     problem.optimizer = make(problem.model.parameters(), lr=0.0)
-    with trimtab.start(problem.model, problem.optimizer, problem.plan) as run:
+    with trimtab.start(*of(problem)) as run:
         assert run._control._decider.standing.normalises is expected
 
 
 @pytest.mark.parametrize("fixed_s", [0.04, 1e-6])
 def test_a_pause_that_would_miss_growing_noise_is_put_off(tmp_path, always_measured, monkeypatch, fixed_s):
-    """Nothing is gained now; with noise that grows as the run does much is, where a window has a fixed part."""
-    monkeypatch.setattr(
-        "trimtab.adaptive_batch.step_time_model.WindowTimes.times", lambda self, rows: StepTimes(0.01, fixed_s)
-    )
+    set_times(monkeypatch, 0.01, fixed_s)
     monkeypatch.setattr(OverheadBudget, "price", 1e-3)
     problem = Regression(8, BatchRule("goodput", k_max=2, learning_rate="linear"), lr=0.0)
     two_rows = NoiseEstimate(2.0, 1.0, norm2_error=0.01, num_windows=100)  # k = 2 is best from four on
@@ -607,9 +584,7 @@ def test_a_pause_that_would_miss_growing_noise_is_put_off(tmp_path, always_measu
 
 def lost_in_noise(rule, monkeypatch, fixed_s):
     """Return a problem without a gradient but noise, and tell its micro-batches to take a second."""
-    monkeypatch.setattr(
-        "trimtab.adaptive_batch.step_time_model.WindowTimes.times", lambda self, rows: StepTimes(1.0, fixed_s)
-    )
+    set_times(monkeypatch, 1.0, fixed_s)
     problem = Regression(2, rule)
     with torch.no_grad():
         problem.model.weight.copy_(TRUE[None] * (1 + 1e-6))
@@ -617,7 +592,6 @@ def lost_in_noise(rule, monkeypatch, fixed_s):
 
 
 def test_a_gradient_lost_in_noise_is_given_more_micro_batches(always_measured, monkeypatch):
-    """Its noise scale is never known, but that it is large: where a window's fixed part is long, that is enough."""
     sizes, run = windows_of(lost_in_noise(BatchRule("goodput", k_max=8), monkeypatch, fixed_s=30.0), 200)
     assert run.noise.relative_error > 0.25
     assert sizes[-1] == (8, 8)
@@ -627,7 +601,6 @@ def test_a_gradient_lost_in_noise_is_given_more_micro_batches(always_measured, m
     ("k", "fixed_s", "explored"), [(1, 1.0, [4, 8, 16]), (4, 10.0, [8, 16, 16]), (8, 40.0, [16, 16]), (1, 0.01, [])]
 )
 def test_noise_that_few_batches_do_not_show_is_looked_for_in_many(monkeypatch, k, fixed_s, explored):
-    """Where k could save much: then a window of many batches shows as much as hundreds that are split."""
     problem = lost_in_noise(BatchRule("goodput", k=k, k_max=16, min_windows=10**6), monkeypatch, fixed_s)
     monkeypatch.setattr("trimtab.adaptive_batch.step_time_model.WindowTimes.is_known", True)
     sizes, run = windows_of(problem, 250)
@@ -649,12 +622,11 @@ def test_a_window_of_many_is_an_event_of_the_record(monkeypatch, tmp_path):
 
 @pytest.mark.parametrize(("k", "taken"), [(1, 1), (1, 3), (4, 4), (4, 2)])
 def test_a_loop_that_takes_its_own_windows_is_not_explored_in_all_of_them(monkeypatch, k, taken):
-    """It never asks how many batches there should be: what it takes stands for a window of many."""
     problem = lost_in_noise(BatchRule("goodput", k=k, k_max=16, min_windows=10**6), monkeypatch, 1.0)
     monkeypatch.setattr("trimtab.adaptive_batch.step_time_model.WindowTimes.is_known", True)
     watched, open_ = [], GradientNorms.on
     monkeypatch.setattr(GradientNorms, "on", lambda self: (watched.append(1), open_(self)))
-    with trimtab.start(problem.model, problem.optimizer, problem.plan) as run:
+    with trimtab.start(*of(problem)) as run:
         batches = problem.batches()
         for _ in range(300):
             run.train_step(run.window(*itertools.islice(batches, taken)), mean_loss)
@@ -670,7 +642,7 @@ def test_a_probe_that_was_given_up_makes_no_probe_of_the_next_window(each_measur
             raise MemoryError("no more")
         return mean_loss(model, batch)
 
-    with trimtab.start(problem.model, problem.optimizer, problem.plan) as run:
+    with trimtab.start(*of(problem)) as run:
         for window in run.windows(problem.batches()):
             fails = window.num_batches > 1
             if fails:
@@ -695,7 +667,7 @@ def test_memory_that_runs_out_in_a_larger_window_holds_k_for_a_while(tmp_path, e
         return mean_loss(model, batch)
 
     writer = trimtab.RecordWriter(tmp_path / "run.jsonl", trimtab.Header("test"))
-    with writer, trimtab.start(problem.model, problem.optimizer, problem.plan, record=writer) as run:
+    with writer, trimtab.start(*of(problem), record=writer) as run:
         for window in itertools.islice(run.windows(problem.batches()), 50):
             sizes.append(window.num_batches)
             ran_out: list[int] = []
@@ -707,22 +679,20 @@ def test_memory_that_runs_out_in_a_larger_window_holds_k_for_a_while(tmp_path, e
 
 
 def test_one_that_is_never_told_is_paused(tmp_path, always_measured, monkeypatch):
-    """There might be something to gain, but the windows do not say so: after so long, nothing is gained by looking."""
     problem = lost_in_noise(BatchRule("goodput", k_max=8), monkeypatch, fixed_s=0.05)
     found = recorded(problem, 260, tmp_path)
-    assert found[0].detail["gain"] == 0.0
-    assert found[0].detail["pays"] is False
+    assert (found[0].detail["gain"], found[0].detail["pays"]) == (0.0, False)
 
 
 def test_a_resumed_run_goes_on_with_k_averages_and_rate(always_measured):
     rule = BatchRule("norm_test", theta=0.5, k_max=64, learning_rate="linear")
     first, second = Regression(4, rule, lr=1e-12), Regression(4, rule, lr=1e-12)
-    with trimtab.start(first.model, first.optimizer, first.plan) as run:
+    with trimtab.start(*of(first)) as run:
         for window in itertools.islice(run.windows(first.batches()), 300):
             run.train_step(window, mean_loss)
         state, sizes = run.state_dict(), run.num_batches
     assert sizes > 4
-    with trimtab.start(second.model, second.optimizer, second.plan) as run:
+    with trimtab.start(*of(second)) as run:
         run.load_state_dict(state)
         assert run.state_dict() == state
         assert run.num_batches == sizes
@@ -745,33 +715,29 @@ def test_a_resumed_run_looks_for_the_times_of_its_own_machine(monkeypatch, clock
     for name in ("decide", "review"):
         monkeypatch.setattr(f"trimtab.adaptive_batch.batch_size_decider.BatchSizeDecider.{name}", lambda self: None)
 
-    def seconds(each):
-        return lambda model, batch: (clock(each), mean_loss(model, batch))[1]
-
     first, second = Regression(8, BatchRule("goodput", k_max=4)), Regression(8, BatchRule("goodput", k_max=4))
-    with trimtab.start(first.model, first.optimizer, first.plan) as run:
+    with trimtab.start(*of(first)) as run:
         for window in itertools.islice(run.windows(first.batches()), 250):
-            run.train_step(window, seconds(5.0))
+            run.train_step(window, taking(clock))
         state = run.state_dict()
-    with trimtab.start(second.model, second.optimizer, second.plan) as run:
+    with trimtab.start(*of(second)) as run:
         run.load_state_dict(state)
         times, larger = run._control._decider.times, []
         for window in itertools.islice(run.windows(second.batches()), 400):
             assert run._control._decider.standing.times.micro_s == pytest.approx(2.0 if times.is_own else 5.0)
             larger += [window.num_batches == 3]
-            run.train_step(window, seconds(2.0))
+            run.train_step(window, taking(clock, 2.0))
         assert times.is_own
     assert sum(larger[:250]) >= SKIPPED + MIN_WINDOWS
     assert sum(larger[250:]) <= 2
 
 
 def test_a_state_that_is_refused_changes_nothing(tmp_path, always_measured, monkeypatch, clock):
-    """Nor what is in no state: that times are its own, that memory ran out; and nothing is noted."""
     problem = Regression(4, BatchRule("norm_test", theta=0.5, k_max=8, learning_rate="linear"), lr=1e-12)
     writer = trimtab.RecordWriter(tmp_path / "run.jsonl", trimtab.Header("test"))
-    with writer, trimtab.start(problem.model, problem.optimizer, problem.plan, record=writer) as run:
+    with writer, trimtab.start(*of(problem), record=writer) as run:
         for window in itertools.islice(run.windows(problem.batches()), 60):
-            run.train_step(window, lambda model, batch: (clock(5.0), mean_loss(model, batch))[1])
+            run.train_step(window, taking(clock))
         run._control._probing.ran_out()
         state, inside = run.state_dict(), run._control
         assert (inside._decider.times.is_own, inside._probing.fits) == (True, False)
@@ -785,17 +751,13 @@ def test_a_state_that_is_refused_changes_nothing(tmp_path, always_measured, monk
     assert not any("k_max" in why for why in whys)
 
 
-def test_a_run_resumed_with_a_smaller_k_max_has_as_many_batches_as_that_allows():
+def test_a_resumed_run_has_the_batch_size_that_its_rule_and_micro_batches_allow():
     with trimtab.start(*of(Regression(16, BatchRule("norm_test", k=16)))) as run:
         state = run.state_dict()
     with trimtab.start(*of(Regression(16, BatchRule("norm_test", k_max=8)))) as run:
         run.load_state_dict(state)
         assert run.num_batches == 8
-
-
-def test_a_run_resumed_in_other_micro_batches_has_the_batch_it_had():
-    rule = BatchRule("norm_test", k=4)
-    with trimtab.start(*of(Regression(16, rule, micro=8))) as run:
+    with trimtab.start(*of(Regression(16, BatchRule("norm_test", k=4), micro=8))) as run:
         assert run.num_batches == 2
         state = run.state_dict()
     with trimtab.start(*of(Regression(16, BatchRule("norm_test")))) as run:
@@ -805,7 +767,6 @@ def test_a_run_resumed_in_other_micro_batches_has_the_batch_it_had():
 
 @pytest.mark.parametrize(("micro", "batches"), [(8, 8), (2, 2)])
 def test_fewer_batches_fit_where_micro_batches_are_smaller(tmp_path, micro, batches):
-    """k_max counts micro-batches: what it does not allow any more is left out, and noted."""
     with trimtab.start(*of(Regression(16, BatchRule("norm_test", k=8)))) as run:
         state = run.state_dict()
     rule = BatchRule("norm_test", k_max=16)
@@ -821,7 +782,6 @@ def test_fewer_batches_fit_where_micro_batches_are_smaller(tmp_path, micro, batc
 
 
 def test_times_that_were_known_are_found_anew_after_a_pause(always_measured, monkeypatch, clock):
-    """The machine is another by then, for all that is known."""
     monkeypatch.setattr("trimtab.adaptive_batch.noise_probes.PAUSE", 20)
     monkeypatch.setattr(OverheadBudget, "price", 0.004)
     problem, seconds, counted = Regression(64, BatchRule("goodput", k_max=4)), [5.0], itertools.count()
@@ -836,14 +796,13 @@ def test_times_that_were_known_are_found_anew_after_a_pause(always_measured, mon
 
 
 def test_a_loader_that_raised_leaves_no_trace(always_measured):
-    """Nor half a time of drawing."""
     problem = Regression(8, measuring(2))
 
     def failing():
         yield from itertools.islice(problem.batches(), 2)
         raise ZeroDivisionError
 
-    with trimtab.start(problem.model, problem.optimizer, problem.plan) as run:
+    with trimtab.start(*of(problem)) as run:
         windows = run.windows(failing())
         run.train_step(next(windows), mean_loss)
         with pytest.raises(ZeroDivisionError):
@@ -852,21 +811,16 @@ def test_a_loader_that_raised_leaves_no_trace(always_measured):
             run.train_step(run.window(*itertools.islice(problem.batches(), 2)), mean_loss)
 
 
-def of(problem):
-    return problem.model, problem.optimizer, problem.plan
-
-
 def test_a_run_without_a_rule_measures_nothing():
     torch.manual_seed(0)
     model = nn.Linear(4, 1)
-    with trimtab.start(model, torch.optim.SGD(model.parameters(), lr=0.1), Plan.fixed(8)) as run:
+    with trimtab.start(model, sgd(model), Plan.fixed(8)) as run:
         run.train_step(run.window(torch.randn(8, 4)), lambda m, x: m(x).mean())
         assert run.noise is None
         assert run.num_batches == 1
 
 
 def test_adam_keeps_its_moments_when_k_changes(always_measured):
-    """As by hand: the state goes on, nothing is made anew."""
     problem = Regression(4, BatchRule("norm_test", theta=0.5, k_max=64, learning_rate="none"))
     problem.optimizer = torch.optim.Adam(problem.model.parameters(), lr=1e-9)
     seen = []
@@ -881,23 +835,19 @@ def test_adam_keeps_its_moments_when_k_changes(always_measured):
 
 
 def test_ranks_that_nothing_joins_have_no_k_of_their_own(monkeypatch):
-    """Their gradients may be reduced by hand, in windows that would then be unlike."""
     monkeypatch.setattr("trimtab.distributed.backend_selection.has_peers", lambda: True)
     problem = Regression(8, BatchRule())
     with raises(UsageError, code="batch_rule.ranks_unconnected", field="plan.batch_rule"):
-        trimtab.start(problem.model, problem.optimizer, problem.plan)
+        trimtab.start(*of(problem))
     with pytest.warns(UserWarning, match="DistributedDataParallel"):
         trimtab.start(problem.model, problem.optimizer, Plan.fixed(8)).close()
 
 
 @pytest.mark.parametrize(("policy", "warns"), [("goodput", True), ("norm_test", True), ("fixed", False)])
 def test_a_bound_that_allows_no_other_batch_is_said(policy, warns):
-    """Of a batch that is cut into four micro-batches the next larger window has eight."""
     problem = Regression(16, BatchRule(policy, k_max=7), micro=4)
     with pytest.warns(RuntimeWarning, match="k_max=7") if warns else contextlib.nullcontext():
-        BatchSizeController(
-            problem.plan, problem.model, problem.optimizer, SingleProcessExchange(), lambda *_: None, WindowWeights()
-        )
+        controller_of(problem)
 
 
 def test_the_default_rule_is_of_loader_batches():
@@ -906,87 +856,53 @@ def test_the_default_rule_is_of_loader_batches():
 
 
 def test_a_model_sharded_in_part_is_refused():
-    """What is whole on every rank would be counted by each of them."""
-
     class Sharded(nn.Linear):
         def set_all_reduce_hook(self, hook):
             """As FSDP2's modules have it."""
 
-    problem = Regression(8, BatchRule())
-    problem.model = nn.Sequential(Sharded(DIM, DIM), nn.Linear(DIM, 1)).double()
-    problem.optimizer = torch.optim.SGD(problem.model.parameters(), lr=0.1)
-    with raises(UsageError, code="batch_rule.partly_sharded", field="plan.batch_rule"):
-        BatchSizeController(
-            problem.plan, problem.model, problem.optimizer, SingleProcessExchange(), lambda *_: None, WindowWeights()
-        )
-
-
-def test_one_under_fsdp1_is_refused():
     class FullyShardedDataParallel(nn.Linear):
         """Known by its name."""
 
     problem = Regression(8, BatchRule())
-    problem.model = FullyShardedDataParallel(DIM, 1).double()
-    with raises(UsageError, code="batch_rule.fsdp1", field="plan.batch_rule"):
-        BatchSizeController(
-            problem.plan, problem.model, problem.optimizer, SingleProcessExchange(), lambda *_: None, WindowWeights()
-        )
-
-
-def test_usual_windows_tell_what_another_took_beyond_them():
-    usual = UsualWindow()
-    assert usual.extra(5.0, 1) == 0.0
-    for seconds in (1.0, 1.1, 9.0, 1.0, 0.9):
-        usual.add(seconds, 1)
-    assert usual.extra(2.0, 1) == pytest.approx(1.0)
-    assert (usual.extra(2.0, 2), usual.extra(0.5, 1)) == (0.0, 0.0)
+    for model, code in (
+        (nn.Sequential(Sharded(DIM, DIM), nn.Linear(DIM, 1)), "batch_rule.partly_sharded"),
+        (FullyShardedDataParallel(DIM, 1), "batch_rule.fsdp1"),
+    ):
+        problem.model = model.double()
+        problem.optimizer = sgd(model)
+        with raises(UsageError, code=code, field="plan.batch_rule"):
+            controller_of(problem)
 
 
 def test_waiting_for_the_device_is_on_no_account(always_measured, monkeypatch, clock):
-    """Which has the next window to work on meanwhile: it would have been waited for some time."""
     waited = set()
     monkeypatch.setattr(
         StepTimeStamps, "wait", lambda self: None if self in waited else (waited.add(self), clock(40.0))
     )
     problem = Regression(8, BatchRule("norm_test", k=2, k_max=2))
-    with trimtab.start(problem.model, problem.optimizer, problem.plan) as run:
-        for window in itertools.islice(run.windows(problem.batches()), 30 + FRESH):
-            run.train_step(window, lambda model, batch: (clock(5.0), mean_loss(model, batch))[1])
-        assert run._control._account.uses >= 20
-        assert run._control._account.price == 0.0
+    run = problem.run(30 + FRESH, taking(clock))
+    assert run._control._account.uses >= 20
+    assert run._control._account.price == 0.0
 
 
 def test_a_compiled_models_batch_is_not_split():
     problem = Regression(8, BatchRule("goodput", k_max=2))
-    monitored = BatchSizeController(
-        problem.plan, problem.model, problem.optimizer, SingleProcessExchange(), lambda *_: None, WindowWeights()
-    )
     compiled = dataclasses.replace(problem.plan, compiled=Choice(True, "by hand", Effect.ROUNDING, changed=True))
-    other = BatchSizeController(
-        compiled, problem.model, problem.optimizer, SingleProcessExchange(), lambda *_: None, WindowWeights()
-    )
-    assert [each._probing._may_split for each in (monitored, other)] == [True, False]
+    controllers = controller_of(problem), controller_of(problem, compiled)
+    assert [each._probing._may_split for each in controllers] == [True, False]
 
 
 def test_noise_that_is_never_told_is_said(tmp_path, always_measured, monkeypatch):
-    """As of gradients that come in parts: once, in the record."""
     monkeypatch.setattr(GradientNorms, "take", lambda self: torch.tensor(math.nan))
-    problem = Regression(8, BatchRule("norm_test", k=2, k_max=4))
-    with trimtab.RecordWriter(tmp_path / "run.jsonl", trimtab.Header("test")) as writer:
-        run = problem.run(100, record=writer)
-    assert run.noise is None
+    recorded(Regression(8, BatchRule("norm_test", k=2, k_max=4)), 100, tmp_path)
     (said,) = events_of(tmp_path / "run.jsonl", "noise")
     assert said.detail["known"] is False
 
 
-def test_what_a_window_takes_that_is_made_to_show_more_is_on_the_account(monkeypatch, clock):
-    """Half of a batch takes as long as all of it: a window that is split costs as much again."""
-    monkeypatch.setattr("trimtab.adaptive_batch.batch_size_decider.BatchSizeDecider.decide", lambda self: None)
+def test_what_a_window_takes_that_is_made_to_show_more_is_on_the_account(never_decided, clock):
     problem = Regression(8, BatchRule("norm_test", k_max=4))
-    with trimtab.start(problem.model, problem.optimizer, problem.plan) as run:
-        for window in itertools.islice(run.windows(problem.batches()), 500):
-            run.train_step(window, lambda model, batch: (clock(5.0), mean_loss(model, batch))[1])
-        account = run._control._account
+    run = problem.run(500, taking(clock))
+    account = run._control._account
     assert account.price == pytest.approx(1.0)
     assert account.every == math.ceil(1.0 / LIMIT)
     assert account.uses <= 2 * problem.plan.batch_rule.min_windows + 4  # of 500
@@ -994,18 +910,17 @@ def test_what_a_window_takes_that_is_made_to_show_more_is_on_the_account(monkeyp
 
 @pytest.mark.parametrize(("k", "batches"), [(1, 3), (4, 4), (4, 8)])
 def test_a_price_is_a_share_of_a_window_as_decided_however_many_batches_the_measured_one_has(
-    always_measured, monkeypatch, clock, k, batches
+    always_measured, monkeypatch, clock, k, batches, never_decided
 ):
     """Each batch 5 s, each window 10 s more, and half a second to measure one: of 15 s, or of 30 s at k = 4."""
-    monkeypatch.setattr("trimtab.adaptive_batch.batch_size_decider.BatchSizeDecider.decide", lambda self: None)
     problem = Regression(8, BatchRule("norm_test", k=k, k_max=8))
     problem.optimizer.register_step_pre_hook(lambda *_: clock(10.0))
     spend = OverheadTimer.read
     monkeypatch.setattr(OverheadTimer, "read", lambda self: 0.25 + 0 * spend(self))
     monkeypatch.setattr(UsualWindow, "extra", lambda *_: 0.0)
-    with trimtab.start(problem.model, problem.optimizer, problem.plan) as run:
+    with trimtab.start(*of(problem)) as run:
         source = problem.batches()
         for _ in range(40):
             window = run.window(*itertools.islice(source, batches))
-            run.train_step(window, lambda model, batch: (clock(5.0), mean_loss(model, batch))[1])
+            run.train_step(window, taking(clock))
         assert run._control._account.price == pytest.approx(0.5 / (10 + 5 * k))

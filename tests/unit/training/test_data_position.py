@@ -149,34 +149,33 @@ def test_a_pass_that_was_left_early_is_over_once_the_next_begins():
     assert position.passes == 2
 
 
-def test_less_data_than_were_trained_on_are_refused():
+def resumed(position):
+    """Return a new position with the state of another."""
+    other = DataPosition(is_kept=True)
+    other.loading(position.state_dict())()
+    return other
+
+
+OTHER_DATA = {
+    "less data": (lambda: [torch.ones(1)] * 5, 4, lambda: [torch.ones(1)] * 3, "resume.data_short", "loader"),
+    "another kind": (Stateful, 1, lambda: [1, 2, 3], "resume.loader_kind", "loader"),
+    "other generators": (
+        *(by_own_generator, 1, shuffled),
+        *("random_state.other_loader", "state.data.begun.generators"),
+    ),
+}
+
+
+@pytest.mark.parametrize(("make", "drawn", "other", "code", "field"), OTHER_DATA.values(), ids=OTHER_DATA)
+def test_other_data_than_were_trained_on_are_refused(make, drawn, other, code, field):
     position = DataPosition(is_kept=True)
-    batches = position.batches([torch.ones(1)] * 5)
-    for _ in range(4):
+    batches = position.batches(make())
+    for _ in range(drawn):
         next(batches)
-    other = DataPosition(is_kept=True)
-    other.loading(position.state_dict())()
-    other.accepted = lambda change: None
-    with raises(FormatError, code="resume.data_short", field="loader"):
-        next(other.batches([torch.ones(1)] * 3))
-
-
-def test_a_loader_of_another_kind_is_refused():
-    position = DataPosition(is_kept=True)
-    next(position.batches(Stateful()))
-    other = DataPosition(is_kept=True)
-    other.loading(position.state_dict())()
-    with raises(FormatError, code="resume.loader_kind", field="loader"):
-        next(other.batches([1, 2, 3]))
-
-
-def test_generators_of_another_number_are_refused():
-    position = DataPosition(is_kept=True)
-    next(position.batches(by_own_generator()))
-    other = DataPosition(is_kept=True)
-    other.loading(position.state_dict())()
-    with raises(FormatError, code="random_state.other_loader", field="state.data.begun.generators"):
-        next(other.batches(shuffled()))
+    again = resumed(position)
+    again.accepted = lambda change: None
+    with raises(FormatError, code=code, field=field):
+        next(again.batches(other()))
 
 
 def test_what_is_not_kept_is_not_told():
@@ -188,14 +187,18 @@ def test_what_is_not_kept_is_not_told():
 
 @pytest.mark.parametrize("kind", [kind for kind in LOADERS if kind != "endless"])
 def test_the_first_batch_of_a_pass_that_is_drawn_is_drawn_anew_without_a_trace(kind):
-    seeded()
-    loader, position = LOADERS[kind](), DataPosition(is_kept=True)
-    whole = [repr(batch) for batch in position.batches(loader)]
-    before = position.state_dict()
-    assert repr(position.drawn_anew()) == whole[0]
-    assert repr(position.state_dict()) == repr(before)
-    position.over()
-    assert len(list(position.batches(loader))) == len(whole)
+    def next_pass(*, draws):
+        seeded()
+        loader, position = LOADERS[kind](), DataPosition(is_kept=True)
+        whole = [repr(batch) for batch in position.batches(loader)]
+        if draws:
+            before = position.state_dict()
+            assert repr(position.drawn_anew()) == whole[0]
+            assert repr(position.state_dict()) == repr(before)
+        position.over()
+        return [repr(batch) for batch in position.batches(loader)]
+
+    assert next_pass(draws=True) == next_pass(draws=False)
 
 
 def test_nothing_is_drawn_anew_in_the_midst_of_a_pass_or_of_none():
@@ -212,21 +215,18 @@ def test_the_first_batch_with_rows_of_what_was_trained_on_is_told_once():
     for _ in range(3):
         next(drawn)
     assert position.taken_first() is None
-    other = DataPosition(is_kept=True)
-    other.loading(position.state_dict())()
+    other = resumed(position)
     assert len(next(other.batches(batches))) == 3
     assert len(other.taken_first()) == 1
     assert other.taken_first() is None
 
 
 def test_a_batch_that_holds_no_number_is_none_to_join_others_with():
-    """Its window was void: a rank that joined with it after a resume would make every later one void."""
     batches = [torch.tensor([float("nan")]), torch.ones(1), torch.zeros(1)]
     position = DataPosition(is_kept=True)
     drawn = position.batches(batches)
     next(drawn), next(drawn)
-    other = DataPosition(is_kept=True)
-    other.loading(position.state_dict())()
+    other = resumed(position)
     next(other.batches(batches))
     assert other.taken_first().tolist() == [1.0]
     assert [*drawn] == [torch.zeros(1)]
@@ -290,22 +290,7 @@ def test_a_batch_is_drawn_anew_with_the_loaders_place_saved_and_put_back_once():
     assert told == ["saved", "put back"]
 
 
-@pytest.mark.parametrize("kind", [kind for kind in LOADERS if kind != "endless"])
-def test_the_pass_after_a_batch_that_was_drawn_anew_is_as_it_would_have_been(kind):
-    def next_pass(*, draws):
-        seeded()
-        loader, position = LOADERS[kind](), DataPosition(is_kept=True)
-        list(position.batches(loader))
-        if draws:
-            position.drawn_anew()
-        position.over()
-        return [repr(batch) for batch in position.batches(loader)]
-
-    assert next_pass(draws=True) == next_pass(draws=False)
-
-
 def test_a_pass_that_nothing_was_drawn_from_yet_is_saved_as_its_own_loader_is():
-    """As after a long evaluation, or for a signal that came while a run was set up."""
     position = DataPosition(is_kept=True)
     list(position.batches([1, 2]))
     position.over()

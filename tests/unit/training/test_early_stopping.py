@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import torch
 from raising import raises
-from torch import nn
+from small_loops import linear_loop, train
+from small_loops import square_loss as loss
 
 import trimtab
 from trimtab.core.errors import UsageError
@@ -18,13 +19,7 @@ from trimtab.training.early_stopping import EarlyStopping
 
 
 def started(stop, **options):
-    torch.manual_seed(0)
-    model = nn.Linear(4, 1)
-    return trimtab.start(model, torch.optim.SGD(model.parameters(), lr=0.1), Plan.fixed(8), stop=stop, **options)
-
-
-def loss(model, batch):
-    return model(batch).square().mean()
+    return trimtab.start(*linear_loop(4), Plan.fixed(8), stop=stop, **options)
 
 
 def batches(n):
@@ -71,14 +66,6 @@ def test_an_evaluation_that_reaches_the_target_ends_the_run(smaller, values, tmp
     assert [each.metrics["accuracy"] for each in record.evaluations] == values
 
 
-def test_a_run_without_conditions_reads_no_norm():
-    with started(None) as run:
-        for window in run.windows(batches(12)):
-            run.train_step(window, loss)
-        assert run.stop_reason is None
-        assert run.grad_norm is None
-
-
 @pytest.mark.parametrize(
     "values", [{}, {"grad_norm": 0.0}, {"grad_norm": math.nan}, {"target": math.inf}, {"grad_norm": "small"}]
 )
@@ -87,25 +74,19 @@ def test_conditions_that_cannot_be_are_refused(values):
         trimtab.Stop(**values)
 
 
-def test_an_evaluation_that_is_no_number_meets_nothing(tmp_path):
-    writer = trimtab.RecordWriter(tmp_path / "run.jsonl", trimtab.Header("test"))
-    with writer, started(trimtab.Stop(target=1.0), record=writer) as run:
-        run.evaluated(math.nan, "accuracy")
-        assert run.stop_reason is None
-        with raises(UsageError, code="value.invalid", field="run.evaluated"):
-            run.evaluated("good")
-    (found,) = trimtab.read_record(tmp_path / "run.jsonl").evaluations
-    assert math.isnan(found.metrics["accuracy"])
-
-
 @pytest.mark.parametrize("value", [torch.tensor(0.5), torch.full((1,), 0.5), np.float32(0.5)])
 def test_an_evaluation_may_be_a_tensor(tmp_path, value):
     writer = trimtab.RecordWriter(tmp_path / "run.jsonl", trimtab.Header("test"))
     with writer, started(trimtab.Stop(target=0.4), record=writer) as run:
+        run.evaluated(math.nan, "accuracy")
+        assert run.stop_reason is None
+        with raises(UsageError, code="value.invalid", field="run.evaluated"):
+            run.evaluated("good")
         run.evaluated(value, "accuracy")
         assert run.stop_reason is trimtab.StopReason.TARGET
-    (found,) = trimtab.read_record(tmp_path / "run.jsonl").evaluations
-    assert found.metrics == {"accuracy": 0.5}
+    first, second = trimtab.read_record(tmp_path / "run.jsonl").evaluations
+    assert math.isnan(first.metrics["accuracy"])
+    assert second.metrics == {"accuracy": 0.5}
 
 
 def test_an_evaluations_own_time_is_not_trainings(tmp_path, monkeypatch):
@@ -164,7 +145,8 @@ def test_a_save_ends_no_run_sooner_nor_does_going_on_from_it(saved_after):
     assert windows(saved, at) == windows(resumed, at) == expected
 
 
-def test_a_run_that_was_over_stays_so_when_resumed():
+@pytest.mark.parametrize("stop", [trimtab.Stop(target=3.0), trimtab.Stop(grad_norm=1e-9, target=1.0), None])
+def test_resumed_runs_stop_by_the_conditions_of_their_own(stop):
     with started(trimtab.Stop(target=1.0)) as run:
         run.evaluated(2.0)
         state = run.state_dict()
@@ -172,15 +154,11 @@ def test_a_run_that_was_over_stays_so_when_resumed():
         run.load_state_dict(state)
         assert run.stop_reason is trimtab.StopReason.TARGET
         assert list(run.windows(batches(3))) == []
-
-
-@pytest.mark.parametrize("stop", [trimtab.Stop(target=3.0), trimtab.Stop(grad_norm=1e-9, target=1.0), None])
-def test_one_that_is_resumed_under_other_conditions_goes_on(stop):
     with started(trimtab.Stop(target=1.0)) as run:
         run.evaluated(2.0)
         state = run.state_dict()
     with started(stop) as run:
         run.load_state_dict(state)
-        for window in run.windows(batches(3)):
-            run.train_step(window, loss)
+        train(run, batches(3), loss)
         assert (run.stop_reason, run.applied_steps) == (None, 3)
+        assert (run.grad_norm is None) is (stop is None or stop.grad_norm is None)

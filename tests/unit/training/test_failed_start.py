@@ -93,7 +93,6 @@ def classes_and_hooks(model):
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
 @pytest.mark.parametrize("n", [1, 2, 4])
 def test_blocks_that_are_made_to_recompute_half_way_are_put_back(monkeypatch, n, error):
-    """A segment of three, which the model has hooks for, and a block alone."""
     model = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(4))
     before = classes_and_hooks(model)
     failing = Fails(activation_checkpointing._swapped, n, error)

@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 from raising import raises
-from torch import nn
+from small_loops import linear_loop
 
 import trimtab
 from trimtab.core.errors import LoopError
@@ -28,12 +28,6 @@ def token_loss(model, batch):
     return Summed(0.01 * model(batch).float().square().sum(), batch.shape[0] * 3)
 
 
-def made():
-    torch.manual_seed(0)
-    model = nn.Linear(3, 3)
-    return model, torch.optim.SGD(model.parameters(), lr=0.1)
-
-
 class OutOfSpace(RuntimeError):
     """What the optimizer raises."""
 
@@ -50,7 +44,7 @@ def fail_once(optimizer):
 
 def trained(plan, fail):
     """Return (weights, counters) after three windows in the open form, the second tried twice where it shall fail."""
-    model, optimizer = made()
+    model, optimizer = linear_loop(3, 3)
     with trimtab.start(model, optimizer, plan, total_samples=20 * ROWS) as run:
         for index in range(3):
             for micro in run.window(torch.full((ROWS, 3), 0.5 + index)):
@@ -76,7 +70,7 @@ def test_a_step_tried_again_counts_and_scales_once(plan):
 @every_plan
 @pytest.mark.parametrize("way", ["train_step", "discard"])
 def test_a_failed_step_given_up_is_not_counted_and_the_next_window_trains(plan, way):
-    model, optimizer = made()
+    model, optimizer = linear_loop(3, 3)
     batch = torch.ones(ROWS, 3)
     with trimtab.start(model, optimizer, plan, total_samples=20 * ROWS) as run:
         fail_once(optimizer)
@@ -109,7 +103,7 @@ def test_a_record_that_cannot_be_written_leaves_the_window_stepped_and_counted()
         def close(self, *_):
             """Nothing is pending."""
 
-    model, optimizer = made()
+    model, optimizer = linear_loop(3, 3)
     with Run(model, optimizer, Plan.fixed(ROWS), recorder=Full()) as run:
         for number in (1, 2):
             with pytest.raises(OSError, match="no space"):

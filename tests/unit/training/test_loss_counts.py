@@ -1,4 +1,4 @@
-"""A count of loss terms: what can be one, where it lies, and what it is divided by."""
+"""Counts of loss terms, and the mean loss of a window, which is summed in float32 whatever the losses' precision."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import json
 import pytest
 import torch
 from raising import raises
+from small_loops import sgd
 
 import trimtab
 from trimtab.core.errors import LossError, UsageError
@@ -66,11 +67,18 @@ def test_a_first_micro_batch_that_is_all_but_empty_sets_the_scale_of_one_window_
     assert set(scale_of(weights, [make(1)] * 4)) == {1 / 16384}  # constant from there on
 
 
-def test_a_window_that_counts_nothing_leaves_the_scale_open():
+def test_a_window_without_counts_or_given_up_leaves_the_scale_open():
     weights = WindowWeights()
     assert scale_of(weights, [0, 0]) == [1 / 8, 1 / 8]
     assert scale_of(weights, [512, 512]) == [1 / 1024, 1 / 1024]
     assert scale_of(weights, [0, 512]) == [1 / 1024, 1 / 1024]
+    weights = WindowWeights()
+    scale_of(weights, [0, 0])
+    weights.load_state_dict(weights.state_dict())
+    assert scale_of(weights, [512, 512]) == [1 / 1024, 1 / 1024]
+    weights = WindowWeights()
+    assert scale_of(weights, [1, 4096, 4096, 4096], seen=1) == [1 / 8]
+    assert set(scale_of(weights, [4096] * 4)) == {1 / 16384}
 
 
 @pytest.mark.parametrize("make", [int, torch.tensor])
@@ -84,13 +92,6 @@ def test_the_scale_of_a_run_that_goes_on_is_that_of_one_that_was_not_cut_off(mak
     assert other.state_dict() == weights.state_dict()
 
 
-def test_a_scale_that_is_open_stays_so_where_a_run_goes_on():
-    weights = WindowWeights()
-    scale_of(weights, [0, 0])
-    weights.load_state_dict(weights.state_dict())
-    assert scale_of(weights, [512, 512]) == [1 / 1024, 1 / 1024]
-
-
 @pytest.mark.parametrize(
     "state", [{}, {"terms_per_sample": 0.0, "first": None}, {"terms_per_sample": 2.0, "first": "8"}]
 )
@@ -99,12 +100,6 @@ def test_a_state_that_is_no_scale_is_refused(state):
     with pytest.raises(UsageError) as caught:
         weights.load_state_dict(state)
     assert caught.value.field.startswith("state.weights")
-
-
-def test_a_window_that_was_given_up_sets_no_scale():
-    weights = WindowWeights()
-    assert scale_of(weights, [1, 4096, 4096, 4096], seen=1) == [1 / 8]
-    assert set(scale_of(weights, [4096] * 4)) == {1 / 16384}
 
 
 def test_a_run_tells_its_weights_which_windows_were_whole():
@@ -118,9 +113,43 @@ def test_a_run_tells_its_weights_which_windows_were_whole():
         return Summed(model(batch[0]).sum(), batch[1].sum() if fails else "no count")
 
     fails = [1, 1]
-    with trimtab.start(model, torch.optim.SGD(model.parameters(), 0.1), Plan.fixed(4, 2)) as run:
+    with trimtab.start(model, sgd(model), Plan.fixed(4, 2)) as run:
         with pytest.raises(LossError):
             run.train_step(run.window(batches[0]), loss_fn)
         run.train_step(run.window(batches[1]), loss_fn)
         run.train_step(run.window(batches[2]), loss_fn)
         assert run._weights._divisor == 256
+
+
+def loss_of(value, dtype):
+    return torch.full((), value, dtype=dtype, requires_grad=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_mean_of_many_small_parts_is_that_of_float32(dtype):
+    """In bf16 a part of 3/512 would be lost once the sum is 2."""
+    weights = WindowWeights()
+    weights.open(rows=512, num_micro_batches=512)
+    for _ in range(512):
+        assert weights.weigh(loss_of(3.0, dtype), None, 1).dtype is dtype
+    assert weights.mean_loss.dtype is torch.float32
+    assert float(weights.mean_loss) == 3.0
+
+
+@pytest.mark.parametrize("make_count", [int, torch.tensor])
+def test_sums_beyond_fp16_are_numbers(make_count):
+    weights = WindowWeights()
+    weights.open(rows=4, num_micro_batches=4)
+    for _ in range(4):
+        weights.weigh(loss_of(60000.0, torch.float16), make_count(100), 1)
+    assert float(weights.mean_loss) == 600.0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_other_losses_keep_their_own_precision(dtype):
+    weights = WindowWeights()
+    weights.open(rows=2, num_micro_batches=2)
+    for value in (1.0, 3.0):
+        weights.weigh(loss_of(value, dtype), None, 1)
+    assert weights.mean_loss.dtype is dtype
+    assert float(weights.mean_loss) == 2.0

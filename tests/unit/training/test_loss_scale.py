@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from torch import nn
+from small_loops import linear_loop
 
 import trimtab
 from trimtab.plans.plan import Plan
@@ -14,12 +14,6 @@ from trimtab.plans.plan import Plan
 ROWS = 4
 FIRST = 2.0**16
 FP16 = Plan.fixed(ROWS, 2, precision="fp16")
-
-
-def loop():
-    torch.manual_seed(0)
-    model = nn.Linear(3, 2)
-    return model, torch.optim.SGD(model.parameters(), lr=0.01)
 
 
 def batch():
@@ -59,7 +53,7 @@ def reads(monkeypatch):
 
 
 def test_it_is_read_once_a_window_however_often_it_is_asked_for(reads):
-    model, optimizer = loop()
+    model, optimizer = linear_loop(3, 2, lr=0.01)
     with trimtab.start(model, optimizer, FP16) as run:
         assert run.loss_scale == FIRST
         reads.clear()
@@ -71,7 +65,7 @@ def test_it_is_read_once_a_window_however_often_it_is_asked_for(reads):
 
 
 def test_a_record_reads_it_no_more(reads, tmp_path):
-    model, optimizer = loop()
+    model, optimizer = linear_loop(3, 2, lr=0.01)
     with (
         trimtab.RecordWriter(tmp_path / "run.jsonl", trimtab.Header("test")) as writer,
         trimtab.start(model, optimizer, FP16, record=writer) as run,
@@ -85,19 +79,28 @@ def test_a_record_reads_it_no_more(reads, tmp_path):
     assert scales == [FIRST, FIRST, FIRST / 2, FIRST / 2]
 
 
-def test_it_is_right_after_an_overflow_and_after_a_window_that_is_none_by_its_scale():
-    model, optimizer = loop()
+def test_it_follows_overflows_and_is_none_once_fp16_is_left():
+    model, optimizer = linear_loop(3, 2, lr=0.01)
     with trimtab.start(model, optimizer, FP16) as run:
         found = []
         for loss_fn in (calm, overflowing, overflowing, no_number, calm, overflowing):
             run.train_step(run.window(batch()), loss_fn)
             found.append(scale_of(run))
     assert found == [FIRST, FIRST / 2, FIRST / 4, FIRST / 4, FIRST / 4, FIRST / 8]
+    model, optimizer = linear_loop(3, 2, lr=0.01)
+    with trimtab.start(model, optimizer, FP16) as run:
+        run.train_step(run.window(batch()), calm)
+        assert scale_of(run) == FIRST
+        state = run.state_dict()
+        run.load_state_dict(state | {"precision": {"name": "fp32", "scaler": None}})
+        assert run.loss_scale is None
+        run.train_step(run.window(batch()), calm)
+        assert (run.loss_scale, run.applied_steps) == (None, 2)
 
 
 @pytest.mark.parametrize("asked", [True, False])
 def test_a_first_window_that_is_no_number_leaves_it_as_it_was(asked):
-    model, optimizer = loop()
+    model, optimizer = linear_loop(3, 2, lr=0.01)
     with trimtab.start(model, optimizer, FP16) as run:
         assert not asked or scale_of(run) == FIRST
         run.train_step(run.window(batch()), no_number)
@@ -107,7 +110,7 @@ def test_a_first_window_that_is_no_number_leaves_it_as_it_was(asked):
 @pytest.mark.parametrize("asked", [True, False])
 @pytest.mark.parametrize("trained", [True, False])
 def test_it_is_that_of_a_state_that_is_loaded(asked, trained):
-    model, optimizer = loop()
+    model, optimizer = linear_loop(3, 2, lr=0.01)
     with trimtab.start(model, optimizer, FP16) as run:
         for _ in range(3):
             run.train_step(run.window(batch()), overflowing)
@@ -124,7 +127,7 @@ def test_it_is_that_of_a_state_that_is_loaded(asked, trained):
 
 
 def test_it_stays_where_a_window_is_given_up_after_it_was_unscaled():
-    model, optimizer = loop()
+    model, optimizer = linear_loop(3, 2, lr=0.01)
     with trimtab.start(model, optimizer, FP16) as run:
         run.train_step(run.window(batch()), overflowing)
         for micro in run.window(batch()):
@@ -136,15 +139,3 @@ def test_it_stays_where_a_window_is_given_up_after_it_was_unscaled():
         assert scale_of(run) == FIRST / 2
         run.train_step(run.window(batch()), overflowing)
         assert scale_of(run) == FIRST / 4
-
-
-def test_there_is_none_once_fp16_is_left():
-    model, optimizer = loop()
-    with trimtab.start(model, optimizer, FP16) as run:
-        run.train_step(run.window(batch()), calm)
-        assert scale_of(run) == FIRST
-        state = run.state_dict()
-        run.load_state_dict(state | {"precision": {"name": "fp32", "scaler": None}})
-        assert run.loss_scale is None
-        run.train_step(run.window(batch()), calm)
-        assert (run.loss_scale, run.applied_steps) == (None, 2)

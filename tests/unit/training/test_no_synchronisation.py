@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 import torch
+from small_loops import class_loss as mean_loss
+from small_loops import sgd
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -54,10 +56,6 @@ class CountReads(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def mean_loss(model: nn.Module, batch: Any) -> Any:
-    return nn.functional.cross_entropy(model(batch[0]), batch[1])
-
-
 def token_loss(model: nn.Module, batch: Any) -> Any:
     losses = nn.functional.cross_entropy(model(batch[0]), batch[1], ignore_index=-100, reduction="sum")
     return Summed(losses, (batch[1] != -100).sum())
@@ -65,7 +63,7 @@ def token_loss(model: nn.Module, batch: Any) -> Any:
 
 def reads_per_step(loss_fn: Any, micro_batch: int, rule: BatchRule | None = None, **start: Any) -> int:
     model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = sgd(model)
     batch = torch.randn(8, 6), torch.randint(0, 3, (8,))
     with trimtab.start(model, optimizer, Plan.fixed(8, micro_batch=micro_batch, batch_rule=rule), **start) as run:
         for _ in range(2):  # a run's first two windows find the size of its counts
@@ -91,7 +89,6 @@ def test_a_step_reads_no_scalar_from_the_device(loss_fn: Any, micro_batch: int, 
 
 @pytest.mark.parametrize("loss_fn", [mean_loss, token_loss])
 def test_a_measured_step_reads_nothing_either(loss_fn: Any, each_measured: Any) -> None:
-    """Its figures are copied, and read a window later."""
     rule = BatchRule("fixed", k=4, k_max=4, learning_rate="none", min_windows=100)
     assert reads_per_step(loss_fn, 2, rule, stop=trimtab.Stop(grad_norm=1e-9)) == 0
     assert each_measured.closed == 3  # the counted one too

@@ -1,19 +1,26 @@
-"""Number of samples of a batch: read from its containers, never guessed, and unknown where nothing confirms it."""
+"""Samples of a batch: counted from its containers, split, moved and copied, and unknown where nothing confirms them."""
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import enum
 import sys
-from collections import OrderedDict, UserDict
+import types
+from collections import OrderedDict, UserDict, namedtuple
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from raising import raises
+from small_loops import sgd
 from torch.nn.utils.rnn import pack_sequence
+from torch.utils.data import default_collate
 from transformers import BatchEncoding
 
 import trimtab
@@ -23,6 +30,7 @@ from trimtab.training.batch import (
     BY_CONTAINERS,
     BatchSplitting,
     deep_copy,
+    samples_at,
     tensors_in,
     to_device,
     versions_of,
@@ -30,9 +38,167 @@ from trimtab.training.batch import (
 )
 from trimtab.training.sample_count import read_sample_count
 
+Point = namedtuple("Point", ["x", "y"])
+slices = BY_CONTAINERS.slices
 
-def rows(*shape: int) -> torch.Tensor:
-    return torch.randn(*shape)
+
+def count_rows(batch):
+    return BY_CONTAINERS.read(batch).samples
+
+
+def rows(n, *shape):
+    return torch.arange(n * max(1, int(torch.tensor(shape).prod()))).reshape(n, *shape).float()
+
+
+@st.composite
+def batches(draw, n):
+    """A nesting of leaves of n rows and of constants; at least one leaf has rows."""
+    leaf = st.sampled_from([rows(n), rows(n, 2), rows(n, 2, 3), [f"r{i}" for i in range(n)], list(range(n))])
+    constant = st.sampled_from([torch.tensor(3.0), "name", 7, 1.5, None, True, b"x", 1j])
+    items = st.sampled_from([[{"i": i, "of": n} for i in range(n)], [(i, "a", *range(9)) for i in range(n)]])
+    wrap = lambda inner: st.one_of(  # noqa: E731
+        st.dictionaries(st.sampled_from("abc"), inner, max_size=3),
+        st.tuples(inner, inner, st.just(0)),
+        st.builds(Point, inner, inner),
+        st.dictionaries(st.sampled_from("abc"), inner, max_size=3).map(OrderedDict),
+    )
+    return draw(leaf), draw(st.recursive(st.one_of(leaf, constant, items), wrap, max_leaves=8))
+
+
+def same(left, right):
+    if isinstance(left, torch.Tensor):
+        return torch.equal(left, right)
+    if isinstance(left, dict):
+        return left.keys() == right.keys() and all(same(left[key], right[key]) for key in left)
+    if isinstance(left, tuple):
+        return len(left) == len(right) and all(map(same, left, right))
+    return left == right
+
+
+def joined(pieces):
+    first = pieces[0]
+    if isinstance(first, torch.Tensor):
+        return torch.cat(pieces) if first.dim() else first
+    if isinstance(first, dict):
+        return type(first)({key: joined([piece[key] for piece in pieces]) for key in first})
+    if isinstance(first, tuple):
+        parts = [joined(list(part)) for part in zip(*pieces, strict=True)]
+        return type(first)(*parts) if hasattr(first, "_fields") else tuple(parts)
+    return [item for piece in pieces for item in piece] if isinstance(first, list) else first
+
+
+@given(st.data(), st.integers(1, 9), st.integers(1, 12))
+def test_slices_in_order_make_the_batch_again(data, n, micro_batch):
+    batch = data.draw(batches(n))
+    assert count_rows(batch) == n
+    found = list(slices(batch, n, micro_batch))
+    assert [size for _, size in found] == [min(micro_batch, n - i) for i in range(0, n, micro_batch)]
+    assert all(count_rows(piece) == size for piece, size in found)
+    pieces = [piece for piece, _ in found]
+    assert {type(piece[1]) for piece in pieces} == {type(batch[1])}
+    assert same(joined(pieces), batch)
+
+
+@pytest.mark.parametrize("micro_batch", [1, 2, 3])
+def test_slices_are_views(micro_batch):
+    x = rows(6, 2)
+    storage = x.untyped_storage().data_ptr()
+    assert all(piece.untyped_storage().data_ptr() == storage for piece, _ in slices(x, 6, micro_batch))
+    assert next(iter(slices(x, 6, 6)))[0] is next(iter(slices(x, 6, 7)))[0] is x
+
+
+def test_lists_of_constants_have_a_row_an_item_and_tuples_of_them_none():
+    batch = {"x": rows(2), "names": ["a", "b"], "size": (224, 224, 3), "scale": torch.tensor(0.5)}
+    pieces = [piece for piece, _ in slices(batch, count_rows(batch), 1)]
+    assert [piece["names"] for piece in pieces] == [["a"], ["b"]]
+    assert all(piece["size"] == (224, 224, 3) for piece in pieces)
+    assert all(piece["scale"] is batch["scale"] for piece in pieces)
+
+
+LISTS = {
+    "dicts": [{"weight": float(i), "name": f"r{i}"} for i in range(8)],
+    "tuples": [(i, f"r{i}") for i in range(8)],
+    "named tuples": [Point(i, None) for i in range(8)],
+    "tensors without dimensions": [torch.tensor(float(i)) for i in range(8)],
+}
+every_list = pytest.mark.parametrize("items", LISTS.values(), ids=LISTS)
+
+
+@every_list
+def test_a_list_of_an_item_per_row_is_cut_with_the_rows(items):
+    batch = {"x": rows(8, 2), "items": items}
+    assert count_rows(batch) == 8
+    assert [piece["items"] for piece, _ in slices(batch, 8, 3)] == [items[:3], items[3:6], items[6:]]
+    assert BY_CONTAINERS.part(batch, 2, 5, 8)["items"] == items[2:5]
+    indices = [0, 0, 3, 1, 7, 7, 2, 5]
+    assert samples_at(batch, indices)["items"] == [items[index] for index in indices]
+
+
+@every_list
+def test_a_run_hands_out_the_items_of_the_rows_that_it_hands_out(items):
+    model, seen = torch.nn.Linear(2, 1), []
+
+    def loss_fn(model, batch):
+        assert len(batch[0]) == len(batch[1]) == 4
+        seen.extend(batch[1])
+        return model(batch[0]).mean()
+
+    with trimtab.start(model, sgd(model), Plan.fixed(8, micro_batch=4)) as run:
+        run.train_step(run.window((rows(8, 2), items)), loss_fn)
+    assert seen == items
+
+
+LISTS_WITHOUT_SAMPLES = {
+    "a tuple": [(224, 224)],
+    "a tensor without dimensions": [torch.tensor(0.5)],
+    "more of them": [("a", 1)] * 9,
+}
+
+
+@pytest.mark.parametrize("items", LISTS_WITHOUT_SAMPLES.values(), ids=LISTS_WITHOUT_SAMPLES)
+def test_a_list_without_rows_goes_to_every_part_whole(items):
+    batch = (rows(8, 2), items)
+    assert [part[1] for part, _ in slices(batch, count_rows(batch), 4)] == [items] * 2
+
+
+def test_texts_as_torch_collates_them_follow_their_samples():
+    """A tuple of as many texts as samples, which `default_collate` makes of a text per sample."""
+    batch = default_collate([(row, (f"n{row}", f"p{row}")) for row in range(8)])
+    assert [part[1] for part, _ in slices(batch, count_rows(batch), 4)] == [
+        [tuple(f"{kind}{row}" for row in range(start, start + 4)) for kind in "np"] for start in (0, 4)
+    ]
+
+
+def test_two_columns_of_two_rows_could_be_two_rows_and_are_not_split():
+    """Of torch's own collate function: the names of both rows, and the paths of both."""
+    batch = default_collate([(0, ("n0", "p0")), (1, ("n1", "p1"))])
+    assert (count_rows(batch), BY_CONTAINERS.read(batch).is_splittable) == (2, False)
+
+
+@pytest.mark.parametrize("micro_batch", [8, 4])
+def test_a_run_trains_such_a_batch_whole_with_a_warning_if_the_plan_splits(micro_batch):
+    model, batch = torch.nn.Linear(2, 1), (rows(8, 2), [{"size": 224}])
+    with trimtab.start(model, sgd(model), Plan.fixed(8, micro_batch)) as run:
+        for repeat in range(2):
+            is_told = micro_batch == 4 and not repeat
+            with pytest.warns(RuntimeWarning, match="count=") if is_told else contextlib.nullcontext():
+                window = run.window(batch)
+            assert (len(window), window.samples) == (1, 8)
+            run.train_step(window, lambda model, part: model(part[0]).mean() * part[1][0]["size"])
+        assert run.applied_steps == 2
+
+
+def test_rows_are_taken_by_index_and_lie_as_those_of_the_batch():
+    whole = rows(4, 5)
+    batch = {"view": whole[:, :-1], "turned": rows(3, 4).T, "same": whole[:1].expand(4, 5)}
+    batch |= {"names": ["a", "b", "c", "d"], "k": 3}
+    found = samples_at(batch, [0, 0, 3, 1])
+    assert torch.equal(found["view"], whole[[0, 0, 3, 1], :-1])
+    assert torch.equal(found["turned"], batch["turned"][[0, 0, 3, 1]])
+    assert (found["names"], found["k"]) == (["a", "a", "d", "b"], 3)
+    assert torch.equal(found["same"], batch["same"])
+    for name in ("view", "turned"):
+        assert found[name].stride() == batch[name].stride()
 
 
 class Graph:
@@ -91,6 +257,13 @@ KNOWN = {
     "texts beside texts": ((["a", "b", "c"], ["x", "y", "z"]), 3),
     "one text beside another": ((["a"], ["x"]), 1),
     "dicts of no samples beside a tensor": ((rows(2), ({}, {}, 0)), 2),
+    "a list of columns": ({"x": rows(4), "columns": [rows(4), rows(4, 3)]}, 4),
+    "columns of lists": ({"x": rows(4), "columns": [list("abcd"), list(range(4))]}, 4),
+    "columns in dicts": ({"x": rows(4), "columns": [{"deep": rows(4)}] * 3}, 4),
+    "columns beside a number": ({"x": rows(4), "columns": [rows(4), 3.0, (1, 2), torch.tensor(0.5)]}, 4),
+    "named tuple": (Point(rows(4), rows(4, 2)), 4),
+    "ordered dict": (OrderedDict(x=rows(4)), 4),
+    "mapping": (types.MappingProxyType({"x": rows(4)}), 4),
     "user dict": (UserDict(x=rows(4)), 4),
     "batch encoding": (BatchEncoding({"ids": rows(4, 7), "mask": rows(4, 7)}), 4),
 }
@@ -158,9 +331,8 @@ def test_samples_that_nothing_confirms_are_unknown_and_the_reason_is_given(batch
     assert (reading.samples, reading.is_splittable) == (None, False)
     assert reading.reason
     assert reading.code.startswith("samples.")
-    with pytest.raises(BatchError) as caught:
+    with raises(BatchError, code="batch.samples_unknown") as caught:
         BY_CONTAINERS.require(batch)
-    assert caught.value.code == "batch.samples_unknown"
     assert "count=" in caught.value.hint
 
 
@@ -179,6 +351,10 @@ WHOLE = {
     "sparse rows": (lambda: (torch.eye(4).to_sparse_csr(), rows(4)), 4),
     "as many images as channels": (lambda: (IMAGES[:3], BOXES[:3]), 3),
     "square lists": (lambda: {"x": rows(3), "grid": [[1, 2, 3]] * 3}, 3),
+    "as many columns as samples": (lambda: {"x": rows(4), "columns": [rows(4)] * 4}, 4),
+    "as many dicts of columns": (lambda: {"x": rows(4), "columns": [{"deep": rows(4)}] * 4}, 4),
+    "fewer dicts than samples": (lambda: {"x": rows(8, 2), "items": [{"size": 224}] * 3}, 8),
+    "more dicts than samples": (lambda: {"x": rows(8, 2), "items": [{"size": 224}] * 9}, 8),
 }
 
 
@@ -189,9 +365,10 @@ def test_known_samples_that_cannot_be_sliced_go_whole(make, samples):
     batch = make()
     assert (read_sample_count(batch).samples, read_sample_count(batch).is_splittable) == (samples, False)
     assert next(BY_CONTAINERS.slices(batch, samples, samples))[0] is batch
-    with pytest.raises(BatchError) as caught:
-        next(BY_CONTAINERS.slices(batch, samples, 1))
-    assert caught.value.code == "batch.not_splittable"
+    for split in (lambda: next(BY_CONTAINERS.slices(batch, samples, 1)), lambda: samples_at(batch, [0])):
+        with raises(BatchError, code="batch.not_splittable") as caught:
+            split()
+        assert "split=" in caught.value.hint
 
 
 # The user's functions.
@@ -219,16 +396,14 @@ def test_a_count_without_a_split_splits_only_what_the_containers_show():
     reading = BatchSplitting(count=lambda batch: 4).read((rows(7, 4, 3), rows(4)))
     assert (reading.samples, reading.is_splittable) == (4, False)
     assert reading.code == "samples.count_differs"
-    with pytest.raises(BatchError) as caught:
+    with raises(BatchError, code="batch.not_splittable"):
         next(BatchSplitting(count=lambda batch: 4).slices((rows(7, 4, 3), rows(4)), 4, 2))
-    assert caught.value.code == "batch.not_splittable"
 
 
 @pytest.mark.parametrize("found", [0, -1, 2.0, "2", None, True, torch.tensor(2)])
 def test_a_count_that_is_no_positive_int_is_refused(found):
-    with pytest.raises(BatchError) as caught:
+    with raises(BatchError, code="batch.count_invalid", field="count"):
         BatchSplitting(count=lambda batch: found).read(rows(2))
-    assert (caught.value.code, caught.value.field) == ("batch.count_invalid", "count")
 
 
 def fails(*given):
@@ -236,19 +411,13 @@ def fails(*given):
 
 
 def test_functions_that_raise_are_typed_errors():
-    with pytest.raises(BatchError) as caught:
-        BatchSplitting(count=fails).read(rows(2))
-    assert caught.value.code == "batch.count_failed"
-    with pytest.raises(BatchError) as caught:
-        next(BatchSplitting(split=fails).slices(rows(4), 4, 2))
-    assert caught.value.code == "batch.split_failed"
-
-
-def test_a_split_of_another_size_is_refused():
-    batching = BatchSplitting(count=len, split=lambda batch, start, stop: batch)
-    with pytest.raises(BatchError) as caught:
-        next(batching.slices(rows(4), 4, 2))
-    assert caught.value.code == "batch.split_invalid"
+    for code, call in (
+        ("batch.count_failed", lambda: BatchSplitting(count=fails).read(rows(2))),
+        ("batch.split_failed", lambda: next(BatchSplitting(split=fails).slices(rows(4), 4, 2))),
+        ("batch.split_invalid", lambda: next(BatchSplitting(len, lambda batch, *_: batch).slices(rows(4), 4, 2))),
+    ):
+        with raises(BatchError, code=code):
+            call()
 
 
 @pytest.mark.parametrize("name", ["count", "split"])
@@ -263,10 +432,12 @@ def test_functions_that_cannot_be_called_are_refused(name, value):
 
 
 def test_objects_of_unknown_classes_move_by_their_own_method():
-    batch = {"graph": Graph(), "y": rows(4)}
+    batch = {"graph": Graph(), "y": rows(4), "names": ["a"], "pair": Point(rows(3), None)}
     moved = to_device(batch, torch.device("meta"))
     assert moved["graph"].x.device.type == moved["y"].device.type == "meta"
-    assert batch["graph"].x.device.type == "cpu"
+    assert (moved["pair"].x.device.type, moved["pair"].y, moved["names"]) == ("meta", None, ["a"])
+    assert batch["graph"].x.device.type == batch["y"].device.type == "cpu"
+    assert to_device({"x": batch["y"]}, torch.device("cpu"))["x"] is batch["y"]
 
 
 def test_a_move_that_fails_is_a_typed_error():
@@ -274,9 +445,8 @@ def test_a_move_that_fails_is_a_typed_error():
         def to(self, device):
             raise RuntimeError("no such device")
 
-    with pytest.raises(BatchError) as caught:
+    with raises(BatchError, code="batch.move_failed"):
         to_device({"x": rows(2), "stuck": Stuck()}, torch.device("meta"))
-    assert caught.value.code == "batch.move_failed"
 
 
 CONTAINERS = {
@@ -307,15 +477,11 @@ def test_nested_containers_are_fresh_and_tuples_of_tensors_stay():
     assert inner == {"names": ["a"]}
     pair = rows(2), rows(2)
     assert with_new_containers(pair) is pair
-
-
-def test_a_dataclass_is_fresh_too():
-    batch = Example({"x": rows(2)}, [1, 2])
-    given = with_new_containers(batch)
+    example = Example({"x": rows(2)}, [1, 2])
+    given = with_new_containers(example)
     given.x.pop("x")
     given.y = None
-    assert list(batch.x) == ["x"]
-    assert batch.y == [1, 2]
+    assert (list(example.x), example.y) == (["x"], [1, 2])
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
@@ -428,7 +594,7 @@ INNER = {
 
 def trained(batch, loss_fn, windows=6, **options):
     model = torch.nn.Linear(2, 1)
-    with trimtab.start(model, torch.optim.SGD(model.parameters(), lr=0.1), Plan.fixed(32), **options) as run:
+    with trimtab.start(model, sgd(model), Plan.fixed(32), **options) as run:
         for _ in range(windows):
             run.train_step(run.window(batch), loss_fn)
 

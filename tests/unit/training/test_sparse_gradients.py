@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 from raising import raises
+from small_loops import sgd, train_plainly
 from torch import nn
 
 import trimtab
@@ -51,7 +52,7 @@ def test_the_norm_is_that_of_the_dense_gradient_beside_others_too():
         torch.manual_seed(0)
         model = nn.Sequential(nn.Embedding(WORDS, 4, sparse=sparse), nn.Linear(4, 2))
         loss_fn(model, batches()[0]).backward()
-        norms += [gradient_clipping.norm(torch.optim.SGD(part.parameters(), lr=0.1)) for part in (model, model[0])]
+        norms += [gradient_clipping.norm(sgd(part)) for part in (model, model[0])]
     of_all, of_table, *dense = norms
     assert of_all > of_table > 0
     torch.testing.assert_close([of_all, of_table], dense)
@@ -76,10 +77,7 @@ def test_a_run_trains_as_by_dense_gradients(micro_batch, options):
 def test_sparse_adam_trains_where_windows_that_are_no_numbers_would_be_skipped():
     ours, _ = trained(torch.optim.SparseAdam, sparse=True, nonfinite="skip")
     model, optimizer = loop(torch.optim.SparseAdam, sparse=True)
-    for batch in batches():
-        optimizer.zero_grad()
-        loss_fn(model, batch).backward()
-        optimizer.step()
+    train_plainly(model, optimizer, batches(), loss_fn)
     assert torch.equal(ours, model.weight)
 
 
@@ -108,7 +106,7 @@ class Table(nn.Module):
 @pytest.mark.parametrize("kind", [nn.EmbeddingBag, nn.Embedding])
 def test_a_fused_step_is_refused_before_anything_is_changed(kind):
     model = nn.Sequential(nn.Identity(), kind(WORDS, 4, sparse=True))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = sgd(model)
     with raises(trimtab.errors.OptimizerError, code="optimizer.sparse_gradient", field="plan.fused_optimizer") as error:
         trimtab.start(model, optimizer, Plan.fixed(ROWS, fused_optimizer=True))
     assert error.value.code == "optimizer.sparse_gradient"
@@ -119,22 +117,16 @@ def test_a_fused_step_of_a_gradient_that_turns_out_sparse_is_refused_with_the_we
     model = Table()
     before = model.weight.detach().clone()
     with (
-        trimtab.start(
-            model, torch.optim.SGD(model.parameters(), lr=0.1), Plan.fixed(ROWS, fused_optimizer=True)
-        ) as run,
-        pytest.raises(trimtab.errors.OptimizerError) as error,
+        trimtab.start(model, sgd(model), Plan.fixed(ROWS, fused_optimizer=True)) as run,
+        raises(trimtab.errors.OptimizerError, code="optimizer.sparse_gradient"),
     ):
         run.train_step(run.window(batches()[0]), loss_fn)
-    assert error.value.code == "optimizer.sparse_gradient"
     assert torch.equal(model.weight, before)
 
 
-def test_a_fused_step_of_other_parameters_is_not_refused():
+def test_a_fused_step_is_not_planned_and_only_refused_for_sparse_gradients():
     model = nn.Sequential(nn.Embedding(WORDS, 4, sparse=True), nn.Linear(4, 2))
     optimizer = torch.optim.SGD(model[1].parameters(), lr=0.1)
     trimtab.start(model, optimizer, Plan.fixed(ROWS, fused_optimizer=True)).close()
-
-
-def test_a_fused_step_is_not_planned():
     model, optimizer = loop(torch.optim.SGD, sparse=True)
     assert not trimtab.profile(model, optimizer, loss_fn, batches()[0], num_blocks=3).loop.supports_fused

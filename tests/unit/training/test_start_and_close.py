@@ -10,6 +10,8 @@ import weakref
 import pytest
 import torch
 from raising import raises
+from small_loops import sgd
+from small_loops import square_loss as loss_fn
 from state_digest import fingerprint
 from torch import nn
 
@@ -18,7 +20,6 @@ from trimtab.core.errors import LoopError, OptimizerError, UsageError, ValueGive
 from trimtab.plans.plan import Plan
 from trimtab.state import process_state
 from trimtab.state.process_state import ProcessState
-from trimtab.training.accumulation import drop_gradients
 
 ROWS = 4
 RETAIN = {"allocator": "retain"} if process_state.can_retain() else {}
@@ -56,10 +57,6 @@ class Net(nn.Module):
 
     def forward(self, x):
         return self.second(torch.tanh(self.norm(self.first(x)))).flatten(1)
-
-
-def loss_fn(model, batch):
-    return model(batch).square().mean()
 
 
 def batch():
@@ -130,15 +127,6 @@ def test_after_training_only_what_was_learned_differs(plan, optimizer):
     assert torch.equal(model.first.bias, weights["first.bias"])
 
 
-def test_gradients_can_be_looked_at_after_a_step_as_in_a_plain_loop():
-    model, made = loop(OPTIMIZERS["sgd"])
-    with trimtab.start(model, made, Plan.fixed(ROWS)) as run:
-        for _ in range(2):
-            run.train_step(run.window(batch()), loss_fn)
-            assert model.first.weight.grad is not None
-    assert all(p.grad is None for p in model.parameters())
-
-
 @every_plan
 @pytest.mark.parametrize("after", [0, 1, 2, 3])
 def test_an_error_in_the_middle_of_a_window_closes_as_cleanly(plan, after):
@@ -167,7 +155,7 @@ def test_an_error_in_the_middle_of_a_window_closes_as_cleanly(plan, after):
     assert all(torch.equal(p, old) for p, old in zip(model.parameters(), weights, strict=True))
 
 
-def test_close_may_be_called_again_and_leaves_what_came_after_alone():
+def test_a_model_has_one_run_at_a_time_and_a_closed_run_leaves_the_next_alone():
     model, made = loop(OPTIMIZERS["sgd"])
     run = trimtab.start(model, made, Plan.fixed(ROWS, fused_optimizer=True))
     run.close()
@@ -175,6 +163,14 @@ def test_close_may_be_called_again_and_leaves_what_came_after_alone():
         before = look(model, made)
         run.close()
         assert look(model, made) == before
+    model, made = loop(OPTIMIZERS["sgd"])
+    with trimtab.start(model, made, Plan.fixed(ROWS, memory_layout="channels_last")) as run:
+        before = fingerprint(model, made)
+        with raises(LoopError, code="run.model_in_use", field="model"):
+            trimtab.start(model, made, Plan.fixed(ROWS))
+        assert fingerprint(model, made) == before
+        run.train_step(run.window(batch()), loss_fn)
+    trimtab.start(model, made, Plan.fixed(ROWS)).close()
 
 
 def test_a_closed_run_refuses_every_verb():
@@ -213,17 +209,6 @@ def test_closing_between_micro_batches_ends_the_window():
     assert all(p.grad is None for p in model.parameters())
 
 
-def test_a_model_has_one_run_at_a_time():
-    model, made = loop(OPTIMIZERS["sgd"])
-    with trimtab.start(model, made, Plan.fixed(ROWS, memory_layout="channels_last")) as run:
-        before = fingerprint(model, made)
-        with raises(LoopError, code="run.model_in_use", field="model"):
-            trimtab.start(model, made, Plan.fixed(ROWS))
-        assert fingerprint(model, made) == before
-        run.train_step(run.window(batch()), loss_fn)
-    trimtab.start(model, made, Plan.fixed(ROWS)).close()
-
-
 REFUSED = {
     "fused, no such kernel": (Plan.fixed(ROWS, memory_layout="channels_last", fused_optimizer=True), OptimizerError),
     "tf32 without CUDA": (Plan.fixed(ROWS, memory_layout="channels_last", precision="tf32"), ValueGivenError),
@@ -247,7 +232,6 @@ def test_a_refused_start_changes_nothing_and_the_next_one_may_be_right(plan, err
 @pytest.mark.skipif(not RETAIN, reason="needs glibc")
 @pytest.mark.parametrize("first", [0, 1])
 def test_a_mode_of_the_process_lasts_as_long_as_the_last_run_that_needs_it(first):
-    """Two models of one program (a generator and its critic), closed in either order."""
     runs = [trimtab.start(*loop(OPTIMIZERS["sgd"]), Plan.fixed(ROWS, **RETAIN)) for _ in range(2)]
     assert process_state.allocator_mode() == "retain"
     runs.pop(first).close()
@@ -297,8 +281,7 @@ def test_a_copy_of_the_model_made_during_a_run_is_a_model_of_its_own(plan):
     pickled.seek(0)
     for other in (ema, torch.load(pickled, weights_only=False)):
         other.zero_grad()
-        own = torch.optim.SGD(other.parameters(), lr=0.1)
-        with trimtab.start(other, own, Plan.fixed(ROWS, 2)) as run:
+        with trimtab.start(other, sgd(other), Plan.fixed(ROWS, 2)) as run:
             run.train_step(run.window(batch()), loss_fn)
 
 
@@ -316,20 +299,18 @@ def test_neither_model_nor_copy_nor_optimizer_keep_a_closed_run_alive():
 
 
 def test_splitting_batch_statistics_unproved_is_other_dynamics():
-    """The model is known only when a run is started: a plan that was set by hand says then what it is."""
     plan = Plan.fixed(8, micro_batch=4)
     for norm, plan_kind in ((nn.BatchNorm1d(3), "tuned"), (nn.LayerNorm(3), "equivalent")):
         model = nn.Sequential(nn.Linear(3, 3), norm)
-        with trimtab.start(model, torch.optim.SGD(model.parameters(), lr=0.1), plan) as run:
+        with trimtab.start(model, sgd(model), plan) as run:
             assert run.plan.plan_kind == plan_kind
             assert ("batch statistics" in run.plan.micro_batch.reason) == (plan_kind == "tuned")
     model = nn.BatchNorm1d(3)
-    with trimtab.start(model, torch.optim.SGD(model.parameters(), lr=0.1), Plan.fixed(8)) as run:
+    with trimtab.start(model, sgd(model), Plan.fixed(8)) as run:
         assert run.plan == Plan.fixed(8)  # which splits nothing
 
 
 def test_a_left_over_gradient_does_not_enter_the_first_window():
-    """A plain loop begins with zero_grad; so does a run."""
     model, made = loop(OPTIMIZERS["sgd"])
     again, made_again = loop(OPTIMIZERS["sgd"])
     loss_fn(model, batch()).backward()
@@ -362,6 +343,12 @@ DAMAGE = {
     "a limit below one row": (lambda state: changed(state, "memory", rows=0), "state.memory.rows"),
     "a count of voids below zero": (lambda state: changed(state, "voids", total=-3), "state.voids.total"),
     "an average below zero": (lambda state: changed(state, "stop", average=-0.5), "state.stop.average"),
+} | {
+    f"a scale of {value!r}": (
+        lambda state, value=value: changed(state, "precision", scaler=state["precision"]["scaler"] | {"scale": value}),
+        "state.precision.scaler.scale",
+    )
+    for value in (float("nan"), float("inf"), -1.0, "1", None)
 }
 
 
@@ -386,39 +373,3 @@ def test_a_state_of_fp16_does_not_fit_a_run_without_a_scale():
         raises(UsageError, code="resume.precision_differs", field="state.precision"),
     ):
         run.load_state_dict(state)
-
-
-def test_a_run_that_left_fp16_goes_on_without_it():
-    model, made = loop(OPTIMIZERS["sgd"])
-    with trimtab.start(model, made, Plan.fixed(ROWS, precision="fp16")) as run:
-        state = changed(run.state_dict(), "precision", name="fp32", scaler=None)
-        run.load_state_dict(state)
-        assert (str(run.plan.precision.value), run.loss_scale) == ("fp32", None)
-        assert run.state_dict() == state
-
-
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), -1.0, "1", None])
-def test_a_loss_scale_that_is_no_number_is_refused(value):
-    model, made = loop(OPTIMIZERS["sgd"])
-    with trimtab.start(model, made, Plan.fixed(ROWS, precision="fp16")) as run:
-        state = run.state_dict()
-        state["precision"]["scaler"] = state["precision"]["scaler"] | {"scale": value}
-        with raises(ValueGivenError, code="value.invalid", field="state.precision.scaler.scale"):
-            run.load_state_dict(state)
-        assert run.loss_scale == 65536.0
-
-
-@pytest.mark.parametrize("wrapped", [False, True])
-def test_gradients_are_dropped_as_the_optimizer_itself_would(wrapped: bool) -> None:
-    """Two groups, one parameter without a gradient; an optimizer's own `zero_grad` is called, not gone around."""
-    parameters = [nn.Parameter(torch.ones(2)) for _ in range(3)]
-    optimizer = torch.optim.SGD([{"params": parameters[:2]}, {"params": parameters[2:]}], lr=0.1)
-    calls: list[bool] = []
-    if wrapped:
-        whole = optimizer.zero_grad
-        optimizer.zero_grad = lambda set_to_none=True: (calls.append(set_to_none), whole(set_to_none))  # type: ignore[method-assign]
-    for each in parameters[1:]:
-        each.grad = torch.ones(2)
-    drop_gradients(optimizer)
-    assert all(each.grad is None for each in parameters)
-    assert calls == [True] * wrapped

@@ -6,6 +6,8 @@ import functools
 
 import pytest
 import torch
+from raising import raises
+from small_loops import labelled_batches, sgd, trained
 from state_digest import fingerprint
 from torch import nn
 from torch.nn import functional as F
@@ -79,11 +81,11 @@ OPTIMIZERS = {
 
 
 def batches(count=4):
-    generator = torch.Generator().manual_seed(0)
-    return [
-        (torch.randn(ROWS, 4, generator=generator), torch.randint(0, 5, (ROWS,), generator=generator))
-        for _ in range(count)
-    ]
+    return labelled_batches(count, ROWS, classes=5, seed=0)
+
+
+def squares_of_inputs(model, batch):
+    return model(batch[0]).square().mean()
 
 
 def loss_of(criterion):
@@ -120,9 +122,7 @@ def same(one, other):
 def test_a_criterion_is_trained_as_in_the_plain_loop(make, make_optimizer, clip_norm):
     model, criterion, optimizer = loop(make, make_optimizer)
     plan = Plan.fixed(ROWS, fused_optimizer=True)
-    with trimtab.start(model, optimizer, plan, modules=[criterion], clip_norm=clip_norm) as run:
-        for window in run.windows(batches()):
-            run.train_step(window, loss_of(criterion))
+    trained(model, optimizer, plan, batches(), loss_of(criterion), modules=[criterion], clip_norm=clip_norm)
     assert same(with_auxiliary_modules(model, (criterion,)), plain(make, make_optimizer, clip_norm))
     assert not same(criterion, make())
 
@@ -130,9 +130,7 @@ def test_a_criterion_is_trained_as_in_the_plain_loop(make, make_optimizer, clip_
 @pytest.mark.parametrize("make", [ArcHead, Temperature])
 def test_a_split_batch_trains_it_too(make):
     model, criterion, optimizer = loop(make)
-    with trimtab.start(model, optimizer, Plan.fixed(ROWS, 3), modules=[criterion]) as run:
-        for window in run.windows(batches()):
-            run.train_step(window, loss_of(criterion))
+    trained(model, optimizer, Plan.fixed(ROWS, 3), batches(), loss_of(criterion), modules=[criterion])
     assert same(with_auxiliary_modules(model, (criterion,)), plain(make))
 
 
@@ -150,10 +148,14 @@ def test_planning_leaves_it_as_it_was_and_counts_it():
 
 
 @every_criterion
-def test_splitting_is_proved_on_its_gradients_too(make):
+def test_splitting_is_proved_on_its_gradients_and_a_range_test_leaves_it_as_it_was(make):
     model, criterion, optimizer = loop(make)
     subject = TrainingLoop(model, optimizer, loss_of(criterion), batches()[0], modules=(criterion,))
     assert check_splitting(subject).splittable is (make is not Weighted)  # whose buffer counts forwards
+    before = fingerprint(subject.trained, optimizer)
+    points = range_test(subject, Plan.fixed(ROWS), batches(5), lambda _: None, num_steps=5)
+    assert fingerprint(subject.trained, optimizer) == before
+    assert len({point.loss for point in points}) == 5
 
 
 def test_a_criterion_whose_gradient_depends_on_the_batch_is_not_split():
@@ -165,16 +167,6 @@ def test_a_criterion_whose_gradient_depends_on_the_batch_is_not_split():
     model, criterion, optimizer = loop(Balanced)
     subject = TrainingLoop(model, optimizer, loss_of(criterion), batches()[0], modules=(criterion,))
     assert not check_splitting(subject).splittable
-
-
-@every_criterion
-def test_a_range_test_leaves_it_as_it_was(make):
-    model, criterion, optimizer = loop(make)
-    subject = TrainingLoop(model, optimizer, loss_of(criterion), batches()[0], modules=(criterion,))
-    before = fingerprint(subject.trained, optimizer)
-    points = range_test(subject, Plan.fixed(ROWS), batches(5), lambda _: None, num_steps=5)
-    assert fingerprint(subject.trained, optimizer) == before
-    assert len({point.loss for point in points}) == 5
 
 
 @pytest.mark.parametrize("make", [ArcHead, Weighted])
@@ -223,11 +215,9 @@ def test_checkpoints_hold_it(tmp_path):
 def test_a_checkpoint_without_it_is_refused(tmp_path):
     def train(modules):
         model = Backbone()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         checkpoints = trimtab.Checkpoints(tmp_path / "run", every_steps=1)
-        with trimtab.start(model, optimizer, Plan.fixed(ROWS), modules=modules, checkpoints=checkpoints) as run:
-            for window in run.windows(batches(1)):
-                run.train_step(window, lambda model, batch: model(batch[0]).square().mean())
+        given = {"modules": modules, "checkpoints": checkpoints}
+        trained(model, sgd(model), Plan.fixed(ROWS), batches(1), squares_of_inputs, **given)
 
     train([])
     with pytest.raises(UsageError):
@@ -252,39 +242,27 @@ def test_parameters_of_others_are_refused_with_the_remedy_that_fits():
 @pytest.mark.parametrize("modules", [3, "criterion", ArcHead(), [nn.Parameter(torch.ones(1))], [None]])
 def test_other_things_than_modules_are_refused(modules):
     model = Backbone()
-    with pytest.raises(ValueGivenError) as caught:
-        trimtab.start(model, torch.optim.SGD(model.parameters(), lr=0.1), Plan.fixed(ROWS), modules=modules)
-    assert caught.value.code == "modules.not_modules"
+    with raises(ValueGivenError, code="modules.not_modules"):
+        trimtab.start(model, sgd(model), Plan.fixed(ROWS), modules=modules)
 
 
 def test_parts_of_the_model_and_modules_without_parameters_change_nothing():
     model = Backbone()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with trimtab.start(
-        model, optimizer, Plan.fixed(ROWS), modules=[model.layers[0], nn.MSELoss(), nn.MSELoss()]
-    ) as run:
-        for window in run.windows(batches(1)):
-            run.train_step(window, lambda model, batch: model(batch[0]).square().mean())
+    modules = [model.layers[0], nn.MSELoss(), nn.MSELoss()]
+    trained(model, sgd(model), Plan.fixed(ROWS), batches(1), squares_of_inputs, modules=modules)
 
 
 def test_a_frozen_model_may_train_its_criterion_alone():
     model, criterion = Backbone().requires_grad_(False), ArcHead()
-    optimizer = torch.optim.SGD(criterion.parameters(), lr=0.1)
-    with trimtab.start(model, optimizer, Plan.fixed(ROWS), modules=[criterion]) as run:
-        for window in run.windows(batches(1)):
-            run.train_step(window, loss_of(criterion))
+    trained(model, sgd(criterion), Plan.fixed(ROWS), batches(1), loss_of(criterion), modules=[criterion])
     assert not same(criterion, ArcHead())
 
 
 def test_a_module_on_another_device_is_refused():
     model, criterion = Backbone(), ArcHead().to("meta")
+    optimizer = torch.optim.SGD([*model.parameters(), *criterion.parameters()], lr=0.1)
     with pytest.raises(ModelError):
-        trimtab.start(
-            model,
-            torch.optim.SGD([*model.parameters(), *criterion.parameters()], lr=0.1),
-            Plan.fixed(ROWS),
-            modules=[criterion],
-        )
+        trimtab.start(model, optimizer, Plan.fixed(ROWS), modules=[criterion])
 
 
 class Outer:
@@ -302,7 +280,6 @@ class Outer:
 
 def test_a_wrapper_that_is_no_optimizer_of_torch_is_refused_by_name():
     model = Backbone()
-    with pytest.raises(OptimizerError) as caught:
-        trimtab.start(model, Outer(torch.optim.SGD(model.parameters(), lr=0.1)), Plan.fixed(ROWS))
-    assert caught.value.code == "optimizer.not_torch"
+    with raises(OptimizerError, code="optimizer.not_torch") as caught:
+        trimtab.start(model, Outer(sgd(model)), Plan.fixed(ROWS))
     assert "Outer" in caught.value.hint

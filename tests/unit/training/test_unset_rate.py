@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from raising import raises
+from small_loops import square_loss as loss_fn
+from small_loops import train_plainly, trained
 from torch import nn
 
 import trimtab
@@ -50,24 +53,15 @@ def batches():
     return [torch.randn(ROWS, 4, generator=generator) for _ in range(3)]
 
 
-def loss_fn(model, batch):
-    return model(batch).square().mean()
-
-
 @every_optimizer
 @pytest.mark.parametrize("is_recorded", [False, True])
 def test_training_is_that_of_the_plain_loop(make, is_recorded, tmp_path):
     reference, model = mlp(), mlp()
     optimizer = make(reference.parameters())
-    for batch in batches():
-        optimizer.zero_grad()
-        loss_fn(reference, batch).backward()
-        optimizer.step()
+    train_plainly(reference, optimizer, batches(), loss_fn)
     path = tmp_path / "run.jsonl"
     record = trimtab.RecordWriter(path, trimtab.Header("unset")) if is_recorded else None
-    with trimtab.start(model, make(model.parameters()), Plan.fixed(ROWS), record=record) as run:
-        for window in run.windows(batches()):
-            run.train_step(window, loss_fn)
+    trained(model, make(model.parameters()), Plan.fixed(ROWS), batches(), loss_fn, record=record)
     assert all(torch.equal(a, b) for a, b in zip(reference.parameters(), model.parameters(), strict=True))
     if record is not None:
         record.close()
@@ -87,9 +81,8 @@ def test_training_is_that_of_the_plain_loop(make, is_recorded, tmp_path):
 )
 def test_a_rate_of_the_plans_is_refused(make, plan, options):
     model = mlp()
-    with pytest.raises(OptimizerError) as caught:
+    with raises(OptimizerError, code="optimizer.rate_unset"):
         trimtab.start(model, make(model.parameters()), plan, **options)
-    assert caught.value.code == "optimizer.rate_unset"
 
 
 def test_a_plan_is_made():
@@ -101,6 +94,5 @@ def test_a_plan_is_made():
 @every_optimizer
 def test_a_range_test_is_refused(make):
     model = mlp()
-    with pytest.raises(OptimizerError) as caught:
+    with raises(OptimizerError, code="optimizer.rate_unset"):
         trimtab.plan(model, make(model.parameters()), loss_fn, batches()[0], adapt="learning_rate", data=batches())
-    assert caught.value.code == "optimizer.rate_unset"

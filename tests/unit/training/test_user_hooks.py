@@ -8,6 +8,9 @@ from dataclasses import replace
 
 import pytest
 import torch
+from raising import raises
+from small_loops import class_loss as loss_fn
+from small_loops import labelled_batches, same_weights, train_plainly, trained
 from torch import nn
 from torch.nn import functional as F
 
@@ -27,15 +30,7 @@ def mlp():
 
 
 def batches(count=3):
-    generator = torch.Generator().manual_seed(0)
-    return [
-        (torch.randn(ROWS, 4, generator=generator), torch.randint(0, 3, (ROWS,), generator=generator))
-        for _ in range(count)
-    ]
-
-
-def loss_fn(model, batch):
-    return F.cross_entropy(model(batch[0]), batch[1])
+    return labelled_batches(count, ROWS, seed=0)
 
 
 def clamp(gradient):
@@ -170,9 +165,8 @@ def test_a_plan_that_changes_what_hooks_receive_is_refused(install, plan, option
     model = mlp()
     install(model)
     before = [p.clone() for p in model.parameters()]
-    with pytest.raises(ModelError) as caught:
+    with raises(ModelError, code=code):
         trimtab.start(model, sgd(model), plan, **options)
-    assert caught.value.code == code
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
     trimtab.start(model, sgd(model), Plan.fixed(ROWS)).close()  # nothing was left of the refused one
 
@@ -184,37 +178,25 @@ def test_a_loop_with_a_loss_scale_of_its_own_keeps_it():
     trimtab.start(model, sgd(model), plan).close()
 
 
-@every_hook
-def test_whole_batches_train_as_the_plain_loop_to_the_bit(install):
-    reference, model = mlp(), mlp()
-    install(reference)
-    install(model)
-    optimizer = sgd(reference)
-    for batch in batches():
-        optimizer.zero_grad()
-        loss_fn(reference, batch).backward()
-        optimizer.step()
-    with trimtab.start(model, sgd(model), Plan.fixed(ROWS)) as run:
-        for window in run.windows(batches()):
-            run.train_step(window, loss_fn)
-    assert all(torch.equal(a, b) for a, b in zip(reference.parameters(), model.parameters(), strict=True))
+def assert_trains_as_the_plain_loop(make, plan):
+    reference, model = make(), make()
+    train_plainly(reference, sgd(reference), batches(), loss_fn)
+    trained(model, sgd(model), plan, batches(), loss_fn)
+    assert same_weights(reference, model)
 
 
 @every_hook
-def test_hooks_receive_the_same_gradients_in_recomputed_blocks(install):
-    reference, model = mlp(), mlp()
-    install(reference)
-    install(model)
-    optimizer = sgd(reference)
-    for batch in batches():
-        optimizer.zero_grad()
-        loss_fn(reference, batch).backward()
-        optimizer.step()
-    plan = Plan.fixed(ROWS).recomputing("every_block", ("0", "2"), "by hand")
-    with trimtab.start(model, sgd(model), plan) as run:
-        for window in run.windows(batches()):
-            run.train_step(window, loss_fn)
-    assert all(torch.equal(a, b) for a, b in zip(reference.parameters(), model.parameters(), strict=True))
+@pytest.mark.parametrize("recomputes", [False, True])
+def test_whole_batches_train_as_the_plain_loop_to_the_bit(install, recomputes):
+    def make():
+        model = mlp()
+        install(model)
+        return model
+
+    plan = Plan.fixed(ROWS)
+    assert_trains_as_the_plain_loop(
+        make, plan.recomputing("every_block", ("0", "2"), "by hand") if recomputes else plan
+    )
 
 
 def test_a_hook_that_is_registered_after_the_start_is_seen_before_the_first_step():
@@ -228,25 +210,12 @@ def test_a_hook_that_is_registered_after_the_start_is_seen_before_the_first_step
 
 def test_memory_that_runs_out_does_not_run_hooks_twice():
     model, calls = mlp(), []
-    model[0].weight.register_hook(lambda gradient: calls.append(1))
-
-    def fails(model, batch):
-        if len(batch[0]) == ROWS:
-            raise torch.OutOfMemoryError("out of memory")
-        return loss_fn(model, batch)
-
-    with trimtab.start(model, sgd(model), Plan.fixed(ROWS)) as run, pytest.raises(torch.OutOfMemoryError):
-        run.train_step(run.window(batches()[0]), fails)
-    assert not calls
-
-
-def test_nor_hooks_that_only_a_forward_registers():
-    model, calls = mlp(), []
 
     def hooked(model, batch):
+        """The forward registers the hook."""
         activations = model[0](batch[0])
         activations.register_hook(lambda gradient: calls.append(len(calls)))
-        return nn.functional.cross_entropy(model(batch[0]), batch[1]) + activations.square().mean()
+        return loss_fn(model, batch) + activations.square().mean()
 
     def fails(model, batch):
         if len(batch[0]) == ROWS:
@@ -257,6 +226,10 @@ def test_nor_hooks_that_only_a_forward_registers():
         run.train_step(run.window(batches()[0]), hooked)
         with pytest.raises(torch.OutOfMemoryError):
             run.train_step(run.window(batches()[0]), fails)
+    assert calls == [0]
+    model[0].weight.register_hook(lambda gradient: calls.append(1))
+    with trimtab.start(model, sgd(model), Plan.fixed(ROWS)) as run, pytest.raises(torch.OutOfMemoryError):
+        run.train_step(run.window(batches()[0]), fails)
     assert calls == [0]
 
 
@@ -275,9 +248,8 @@ def test_several_batches_a_step_keep_the_gradients_of_a_plain_loop_or_are_refuse
     model = build()
     with trimtab.start(model, sgd(model), Plan.fixed(ROWS)) as run:
         if is_summed:
-            with pytest.raises(ModelError) as caught:
+            with raises(ModelError, code="hooks.gradient_scaled"):
                 run.train_step(run.window(*batches(2)), summed)
-            assert caught.value.code == "hooks.gradient_scaled"
             return
         run.train_step(run.window(*batches(2)), loss_fn)
     ours = list(seen)
@@ -300,6 +272,7 @@ def in_closure(model):
 
     for parameter in model.parameters():
         parameter.register_post_accumulate_grad_hook(hook)
+    return each
 
 
 def in_a_method(model):
@@ -344,23 +317,19 @@ every_stepping = pytest.mark.parametrize("install", STEPPING.values(), ids=STEPP
 
 
 @every_stepping
-def test_optimizers_that_hooks_step_are_found(install):
-    model = mlp()
+def test_optimizers_that_hooks_step_are_found_refused_by_planning_and_train_as_the_plain_loop(install):
+    model, reference = mlp(), mlp()
     install(model)
     assert len(stepped_in_backward(gradient_hooks(model))) == 4
-
-
-@every_stepping
-def test_steps_in_the_backward_train_as_the_plain_loop(install):
-    reference, model = mlp(), mlp()
+    before = mlp()
+    with raises(OptimizerError, code="optimizer.steps_in_backward"):
+        trimtab.plan(model, sgd(model, 0.0), loss_fn, batches()[0], num_blocks=3)
+    assert same_weights(before, model)
     install(reference)
-    install(model)
     for batch in batches():
         loss_fn(reference, batch).backward()
-    with trimtab.start(model, sgd(model, 0.0), Plan.fixed(ROWS)) as run:
-        for window in run.windows(batches()):
-            run.train_step(window, loss_fn)
-    assert all(torch.equal(a, b) for a, b in zip(reference.parameters(), model.parameters(), strict=True))
+    trained(model, sgd(model, 0.0), Plan.fixed(ROWS), batches(), loss_fn)
+    assert same_weights(reference, model)
 
 
 @every_stepping
@@ -376,22 +345,14 @@ def test_steps_in_the_backward_train_as_the_plain_loop(install):
 def test_settings_between_backward_and_step_are_refused(install, plan, options):
     model = mlp()
     install(model)
-    with pytest.raises(OptimizerError) as caught:
+    with raises(OptimizerError, code="optimizer.steps_in_backward"):
         trimtab.start(model, sgd(model, 0.0), plan, **options)
-    assert caught.value.code == "optimizer.steps_in_backward"
 
 
 def test_checkpoints_hold_optimizers_that_hooks_step_or_are_refused(tmp_path):
     def train(until, names):
         model = mlp()
-        each = {p: torch.optim.AdamW([p], lr=0.1) for p in model.parameters()}
-
-        def hook(parameter):
-            each[parameter].step()
-            parameter.grad = None
-
-        for parameter in model.parameters():
-            parameter.register_post_accumulate_grad_hook(hook)
+        each = in_closure(model)
         also = {str(index): optimizer for index, optimizer in enumerate(each.values())} if names else {}
         checkpoints = trimtab.Checkpoints(tmp_path / "run", every_steps=1, also=also)
         with trimtab.start(model, sgd(model, 0.0), Plan.fixed(ROWS), checkpoints=checkpoints) as run:
@@ -401,26 +362,14 @@ def test_checkpoints_hold_optimizers_that_hooks_step_or_are_refused(tmp_path):
                     break
         return model
 
-    with pytest.raises(OptimizerError) as caught:
+    with raises(OptimizerError, code="optimizer.steps_in_backward"):
         train(1, names=False)
-    assert caught.value.code == "optimizer.steps_in_backward"
     train(1, names=True)
     model, reference = train(3, names=True), mlp()
     in_closure(reference)
     for batch in batches():
         loss_fn(reference, batch).backward()
-    assert all(torch.equal(a, b) for a, b in zip(reference.parameters(), model.parameters(), strict=True))
-
-
-@every_stepping
-def test_planning_is_refused_before_a_hook_steps(install):
-    model = mlp()
-    install(model)
-    before = [p.clone() for p in model.parameters()]
-    with pytest.raises(OptimizerError) as caught:
-        trimtab.plan(model, sgd(model, 0.0), loss_fn, batches()[0], num_blocks=3)
-    assert caught.value.code == "optimizer.steps_in_backward"
-    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+    assert same_weights(reference, model)
 
 
 @pytest.mark.parametrize("install", [HOOKS["a tensor hook"], HOOKS["a backward hook"]])
@@ -478,9 +427,8 @@ every_forward = pytest.mark.parametrize("make", FORWARDS.values(), ids=FORWARDS)
 def test_hooks_of_the_forward_are_seen_before_the_first_backward(make, plan, code):
     model = make()
     before = [p.clone() for p in model.parameters()]
-    with trimtab.start(model, sgd(model), plan) as run, pytest.raises(ModelError) as caught:
+    with trimtab.start(model, sgd(model), plan) as run, raises(ModelError, code=code):
         run.train_step(run.window(batches()[0]), loss_fn)
-    assert caught.value.code == code
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
 
 
@@ -491,16 +439,7 @@ def test_hooks_of_the_forward_keep_a_plan_bitwise(make):
     assert plan.check is not None
     assert not plan.check.splittable
     assert set(plan.changes) <= {"allocator", "recompute"}
-    reference = make()
-    optimizer = sgd(reference)
-    for batch in batches():
-        optimizer.zero_grad()
-        loss_fn(reference, batch).backward()
-        optimizer.step()
-    with trimtab.start(model, sgd(model), plan) as run:
-        for window in run.windows(batches()):
-            run.train_step(window, loss_fn)
-    assert all(torch.equal(a, b) for a, b in zip(reference.parameters(), model.parameters(), strict=True))
+    assert_trains_as_the_plain_loop(make, plan)
 
 
 def test_a_forward_that_checkpoints_its_activations_has_no_hooks_of_the_users():

@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 from raising import raises
+from small_loops import sgd
+from small_loops import square_loss as mean_square
 from torch import nn
 
 import trimtab
@@ -60,7 +62,7 @@ def test_a_plan_with_a_fused_step_is_refused_where_that_would_be_another_one():
     gaps, plain = nn.Linear(4, 4), nn.Linear(4, 4)
     gaps.weight = nn.Parameter(torch.ones(4, 8)[:, :4])
     for model, options in ((gaps, {}), (plain, {"dampening": 0.5})):
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, **options)
+        optimizer = sgd(model, momentum=0.9, **options)
         with raises(OptimizerError, code="optimizer.not_fusible", field="plan.fused_optimizer"):
             trimtab.start(model, optimizer, Plan.fixed(ROWS, fused_optimizer=True))
         trimtab.start(model, optimizer, Plan.fixed(ROWS)).close()
@@ -83,14 +85,9 @@ def rows(num=5):
     return [torch.randn(ROWS, 6, dtype=torch.float64, generator=generator) for _ in range(num)]
 
 
-def mean_square(model, batch):
-    return model(batch).square().mean()
-
-
 @every_optimizer
 @pytest.mark.parametrize("out_of_memory", [None, "stop"])
 def test_a_layer_unfrozen_during_a_run_is_stepped_fused_as_by_the_plain_step(make, out_of_memory):
-    """Its state is made by none but its own first step; that of the others by theirs, or as the run was started."""
     model, optimizer = frozen_at_first(make)
     plan = Plan.fixed(ROWS, fused_optimizer=True)
     with trimtab.start(model, optimizer, plan, out_of_memory=out_of_memory) as run:
@@ -136,46 +133,34 @@ LAYOUTS = {
 }
 
 
+def put_gradients_of_autograd(model, batch):
+    """`torch.autograd.grad` returns that of a linear layer's weight transposed: the weight itself lies as it was."""
+    parameters = list(model.parameters())
+    for parameter, grad in zip(parameters, torch.autograd.grad(mean_square(model, batch), parameters), strict=True):
+        parameter.grad = grad.t().contiguous().t() if grad.dim() == 2 else grad
+
+
+WAYS = {
+    **{name: (*layout, lambda model, batch: put_own_gradients(model), 0) for name, layout in LAYOUTS.items()},
+    "by autograd": ({}, {"fused_optimizer": True}, put_gradients_of_autograd, 3),
+}
+
+
 @every_optimizer
-@pytest.mark.parametrize(("options", "values"), LAYOUTS.values(), ids=LAYOUTS)
-def test_gradients_laid_out_otherwise_are_stepped_fused_as_by_the_plain_step(make, options, values):
+@pytest.mark.parametrize(("options", "values", "put", "layer"), WAYS.values(), ids=WAYS)
+def test_gradients_laid_out_otherwise_are_stepped_fused_as_by_the_plain_step(make, options, values, put, layer):
     model, optimizer = convolution(make, **options)
     with trimtab.start(model, optimizer, Plan.fixed(ROWS, **values)) as run:
         for batch in images():
             for micro in run.window(batch):
                 run.backward(mean_square(run.model, micro))
-            put_own_gradients(model)
-            assert model[0].weight.grad.stride() != model[0].weight.stride()
+            put(model, batch)
+            assert model[layer].weight.grad.stride() != model[layer].weight.stride()
             assert run.step()
     plain, by_hand = convolution(make)
     for batch in images():
         by_hand.zero_grad()
         mean_square(plain, batch).backward()
-        put_own_gradients(plain)
-        by_hand.step()
-    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-11, atol=1e-13)
-
-
-@every_optimizer
-def test_gradients_of_autograds_own_making_are_stepped_fused_as_by_the_plain_step(make):
-    """`torch.autograd.grad` returns that of a linear layer's weight transposed: the weight itself lies as it was."""
-
-    def put(model, batch):
-        parameters = list(model.parameters())
-        for parameter, grad in zip(parameters, torch.autograd.grad(mean_square(model, batch), parameters), strict=True):
-            parameter.grad = grad.t().contiguous().t() if grad.dim() == 2 else grad
-
-    model, optimizer = convolution(make)
-    with trimtab.start(model, optimizer, Plan.fixed(ROWS, fused_optimizer=True)) as run:
-        for batch in images():
-            for micro in run.window(batch):
-                run.backward(mean_square(run.model, micro))
-            put(model, batch)
-            assert model[3].weight.grad.stride() != model[3].weight.stride()
-            assert run.step()
-    plain, by_hand = convolution(make)
-    for batch in images():
         put(plain, batch)
         by_hand.step()
     for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):

@@ -7,6 +7,9 @@ import functools
 
 import pytest
 import torch
+from raising import raises
+from small_loops import same_weights, sgd, train_plainly, trained
+from small_loops import square_loss as loss_fn
 from torch import nn
 
 import trimtab
@@ -26,30 +29,17 @@ def batches(count=3, dtype=torch.float32):
     return [torch.randn(ROWS, 4, generator=generator).to(dtype) for _ in range(count)]
 
 
-def loss_fn(model, batch):
-    return model(batch).square().mean()
-
-
 def plain(optimizer_of, count=3):
     model = mlp()
     optimizer = optimizer_of(model.parameters())
-    for batch in batches(count):
-        optimizer.zero_grad()
-        loss_fn(model, batch).backward()
-        optimizer.step()
+    train_plainly(model, optimizer, batches(count), loss_fn)
     return model
 
 
 def ours(optimizer_of, count=3, **planned):
     model = mlp()
-    with trimtab.start(model, optimizer_of(model.parameters()), Plan.fixed(ROWS, **planned)) as run:
-        for window in run.windows(batches(count)):
-            run.train_step(window, loss_fn)
+    trained(model, optimizer_of(model.parameters()), Plan.fixed(ROWS, **planned), batches(count), loss_fn)
     return model
-
-
-def same(one, other):
-    return all(torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters(), strict=True))
 
 
 # Closures.
@@ -118,9 +108,8 @@ def test_a_closure_that_is_needed_is_found_before_anything_runs(make, is_planned
         True: lambda: trimtab.plan(model, optimizer, loss_fn, batches()[0], num_blocks=3),
         False: lambda: trimtab.start(model, optimizer, Plan.fixed(ROWS)),
     }
-    with pytest.raises(OptimizerError) as caught:
+    with raises(OptimizerError, code="optimizer.needs_closure"):
         calls[is_planned]()
-    assert caught.value.code == "optimizer.needs_closure"
     assert not optimizer.state
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
 
@@ -142,12 +131,15 @@ class Optional(torch.optim.SGD):
         return loss
 
 
-def test_a_closure_that_is_optional_in_fact_is_not_needed_and_nothing_of_the_optimizer_changes():
+def test_steps_that_need_no_closure_are_not_tried():
     model = mlp()
     optimizer = Optional(model.parameters())
     trimtab.start(model, optimizer, Plan.fixed(ROWS)).close()
     assert (optimizer.calls, optimizer.log) == (0, [])
-    assert same(ours(Optional), plain(Optional))
+    assert same_weights(ours(Optional), plain(Optional))
+    model = mlp()
+    trimtab.start(model, Logging(model.parameters(), lr=0.1), Plan.fixed(ROWS)).close()
+    assert not CALLS
 
 
 CALLS = []
@@ -157,12 +149,6 @@ class Logging(torch.optim.SGD):
     def step(self, closure=None):
         CALLS.append(1)
         return super().step(closure)
-
-
-def test_a_step_that_refers_to_other_objects_is_not_tried():
-    model = mlp()
-    trimtab.start(model, Logging(model.parameters(), lr=0.1), Plan.fixed(ROWS)).close()
-    assert not CALLS
 
 
 # Gradients that `zero_grad` keeps.
@@ -205,25 +191,20 @@ KEEPING = {"a subclass": Keeping, "every second call": EverySecond, "replaced": 
 
 @pytest.mark.parametrize("make", KEEPING.values(), ids=KEEPING)
 def test_gradients_that_are_kept_over_steps_are_refused(make):
-    with pytest.raises(OptimizerError) as caught:
+    with raises(OptimizerError, code="optimizer.keeps_gradients"):
         ours(functools.partial(make, lr=0.1), count=4)
-    assert caught.value.code == "optimizer.keeps_gradients"
 
 
-class InPlace(torch.optim.SGD):
-    def zero_grad(self):
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    p.grad.zero_()
+def cleared_in_place(parameters, lr, values=lambda gradient: gradient):
+    optimizer = torch.optim.SGD(parameters, lr=lr)
 
+    def zero_grad():
+        for p in optimizer.param_groups[0]["params"]:
+            if p.grad is not None:
+                values(p.grad).zero_()
 
-class OldStyle(torch.optim.SGD):
-    def zero_grad(self):
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    p.grad.data.zero_()
+    optimizer.zero_grad = zero_grad
+    return optimizer
 
 
 def wrapped(parameters, lr):
@@ -233,13 +214,14 @@ def wrapped(parameters, lr):
     return optimizer
 
 
-CLEARING = {"in place": InPlace, "old style": OldStyle, "wrapped": wrapped}
+OldStyle = functools.partial(cleared_in_place, values=lambda gradient: gradient.data)
+CLEARING = {"in place": cleared_in_place, "old style": OldStyle, "wrapped": wrapped}
 
 
 @pytest.mark.parametrize("make", CLEARING.values(), ids=CLEARING)
 def test_other_ways_to_clear_gradients_train_as_the_plain_loop(make):
     make = functools.partial(make, lr=0.1)
-    assert same(ours(make), plain(make))
+    assert same_weights(ours(make), plain(make))
 
 
 # Steps that are wrapped, and unusual optimizers.
@@ -292,7 +274,7 @@ every_step = pytest.mark.parametrize("make", STEPS.values(), ids=STEPS)
 
 @every_step
 def test_unusual_steps_train_as_the_plain_loop(make):
-    assert same(ours(make), plain(make))
+    assert same_weights(ours(make), plain(make))
 
 
 def test_a_fused_step_is_not_swapped_in_under_a_step_of_the_users():
@@ -330,9 +312,8 @@ def test_planning_refuses_a_step_that_it_could_not_measure(make, code):
     model = mlp()
     optimizer = make(model.parameters(), lr=0.1)
     before = [p.clone() for p in model.parameters()]
-    with pytest.raises(OptimizerError) as caught:
+    with raises(OptimizerError, code=code):
         trimtab.plan(model, optimizer, loss_fn, batches()[0], num_blocks=3)
-    assert caught.value.code == code
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
     assert all(p.grad is None for p in model.parameters())
 
@@ -347,9 +328,8 @@ def test_planning_refuses_parameters_that_change_in_the_backward():
 
     node.register_hook(step)
     before = model[0].weight.clone()
-    with pytest.raises(OptimizerError) as caught:
-        trimtab.plan(model, torch.optim.SGD(model.parameters(), lr=0.1), loss_fn, batches()[0], num_blocks=3)
-    assert caught.value.code == "optimizer.steps_in_backward"
+    with raises(OptimizerError, code="optimizer.steps_in_backward"):
+        trimtab.plan(model, sgd(model), loss_fn, batches()[0], num_blocks=3)
     assert torch.equal(before, model[0].weight)
 
 
@@ -360,16 +340,11 @@ class StepsItsScheduler(torch.optim.SGD):
         return result
 
 
-def scheduled_in_its_step(model):
-    optimizer = StepsItsScheduler(model.parameters(), lr=0.5)
-    optimizer.scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
-    return optimizer, optimizer.scheduler.state_dict
-
-
 def test_planning_leaves_a_scheduler_that_a_step_moves():
     model = mlp()
-    optimizer, state = scheduled_in_its_step(model)
-    before = copy.deepcopy(state())
+    optimizer = StepsItsScheduler(model.parameters(), lr=0.5)
+    optimizer.scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    before = copy.deepcopy(optimizer.scheduler.state_dict())
     trimtab.plan(model, optimizer, loss_fn, batches()[0], num_blocks=3)
-    assert state() == before
+    assert optimizer.scheduler.state_dict() == before
     assert optimizer.param_groups[0]["lr"] == 0.5

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from raising import raises
+from small_loops import sgd, train
 from torch import nn
 
 import trimtab
@@ -54,8 +55,7 @@ def trained(run, loader):
         seen.append(float(rows_of(batch)[0, 0]))
         return model(rows_of(batch).clone()).square().mean()
 
-    for window in run.windows(loader):
-        run.train_step(window, loss_fn)
+    train(run, loader, loss_fn)
     return seen
 
 
@@ -83,35 +83,34 @@ def test_a_buffer_is_its_loaders_own_between_windows():
         assert run.num_windows == 4
 
 
-def test_two_buffers_are_enough_for_windows_of_two_batches():
-    first, second = torch.empty(ROWS, 3), torch.empty(ROWS, 3)
-    with started() as run:
-        loader = ((first, second)[index % 2].fill_(index + 1.0) for index in range(5))
-        assert trained(run, loader) == [1.0, 2.0, 3.0, 4.0, 5.0]
-        assert run.num_windows == 3
-
-
-def test_the_same_batch_again_is_a_batch():
-    batch = torch.full((ROWS, 3), 5.0)
-    with started() as run:
-        assert trained(run, [batch] * 3) == [5.0] * 3
-        assert run.num_windows == 2
-
-
-def test_batches_made_under_inference_mode_are_drawn():
-    """They tell of no change."""
+def made_in_inference_mode():
     with torch.inference_mode():
-        batches = [torch.full((ROWS, 3), value) for value in (1.0, 2.0)]
+        return [torch.full((ROWS, 3), value) for value in (1.0, 2.0)]
+
+
+def of_two_buffers():
+    buffers = torch.empty(ROWS, 3), torch.empty(ROWS, 3)
+    return (buffers[index % 2].fill_(index + 1.0) for index in range(5))
+
+
+LOADERS = {
+    "two buffers": (of_two_buffers, [1.0, 2.0, 3.0, 4.0, 5.0]),
+    "the same batch again": (lambda: [torch.full((ROWS, 3), 5.0)] * 3, [5.0] * 3),
+    "inference mode": (made_in_inference_mode, [1.0, 2.0]),
+}
+
+
+@pytest.mark.parametrize(("make", "seen"), LOADERS.values(), ids=LOADERS)
+def test_other_batches_are_trained_on(make, seen):
     with started() as run:
-        assert trained(run, batches) == [1.0, 2.0]
+        assert trained(run, make()) == seen
+        assert run.num_windows == (len(seen) + 1) // 2
 
 
 def test_batches_without_memory_of_their_own_are_drawn_together():
-    """Sparse ones: nothing tells where their values lie."""
     sparse = [torch.eye(8).to_sparse() for _ in range(2)]
     model = torch.nn.Linear(8, 1)
-    with trimtab.start(model, torch.optim.SGD(model.parameters(), lr=0.1), Plan.fixed(8)) as run:
+    with trimtab.start(model, sgd(model), Plan.fixed(8)) as run:
         run.of_batches(2)
-        for window in run.windows(sparse):
-            run.train_step(window, lambda model, batch: model(batch.to_dense()).mean())
+        train(run, sparse, lambda model, batch: model(batch.to_dense()).mean())
         assert run.applied_steps == 1
