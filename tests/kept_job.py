@@ -15,7 +15,7 @@ RANK = """
     from torch.distributed.fsdp import fully_shard
     from torch.nn.parallel import DistributedDataParallel
     import trimtab
-    from trimtab.checkpoint import batch_size_log, manager, rank_checkpoints as kept_ranks, state_files
+    from trimtab.checkpoint import batch_size_log, manager, state_files
     from trimtab.core.errors import FormatError, TrimtabError
     from trimtab.distributed import process_group
 
@@ -82,23 +82,23 @@ RANK = """
     if options.get("cannot_write") == rank:
         def full(*_, **__):
             raise OSError(28, "No space left on device")
-        kept_ranks.write_state = full
+        manager.write_state = full
     if "slow" in options:
         slow_rank, seconds, process_group.TIMEOUT_S = options["slow"]
-        writes = kept_ranks.write_state
+        writes = manager.write_state
         def slowly(*given):
             time.sleep(seconds * (rank == slow_rank))
             writes(*given)
-        kept_ranks.write_state = slowly
+        manager.write_state = slowly
     if options.get("killed_in_reading") is not None:
         process_group.TIMEOUT_S = 2.0
-        reads = kept_ranks.read_state
+        reads = manager.read_state
         def and_die(*given, **named):
             found = reads(*given, **named)
             if rank == options["killed_in_reading"]:
                 os.kill(os.getpid(), signal.SIGKILL)
             return found
-        kept_ranks.read_state = and_die
+        manager.read_state = and_die
     if rank == 0 and "cannot" in options:
         def full(*_, **__):
             raise OSError(28, "No space left on device")
@@ -119,15 +119,15 @@ RANK = """
             raise OSError(28, "No space left on device")
         safetensors.torch.save = full
     if options.get("reads_once") and rank == 0:
-        read_tensors = state_files.read_tensors
-        def others(path):
-            assert path.name.startswith("rank-"), "what was verified is read once more"
-            return read_tensors(path)
-        state_files.read_tensors = others
+        read = state_files.StateFiles.read
+        def others(folder, prefix=""):
+            assert prefix.startswith("rank-"), "what was verified is read once more"
+            return read(folder, prefix)
+        state_files.StateFiles.read = others
     if options.get("cannot_read") == rank:
         def damaged(*_, **__):
             raise ValueError("another disk")
-        kept_ranks.read_state = damaged
+        manager.read_state = damaged
     if options.get("cannot_delete"):
         from trimtab.checkpoint import atomic_directory
         def kept(*_):

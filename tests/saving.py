@@ -15,9 +15,9 @@ from typing import Any
 import torch
 
 from trimtab.checkpoint import atomic_directory
-from trimtab.checkpoint.manifest import NAME
-from trimtab.checkpoint.state_files import read_state, write_state
-from trimtab.checkpoint.verified_read import StateFiles, VerifiedReader
+from trimtab.checkpoint.atomic_directory import NAME, Manifest, committed_folders, manifest_of
+from trimtab.checkpoint.state_files import StateFiles, read_state, write_state
+from trimtab.core.errors import FormatError
 
 KILLED = -signal.SIGKILL
 
@@ -35,26 +35,48 @@ def save(parent: Path, step: int, size: int = 2_000) -> Path:
         write_state(folder, state_of(step, size))
         (folder / "shard.bin").write_bytes(bytes((i * 7 + step) % 255 + 1 for i in range(3_000)))
 
-    folder = atomic_directory.write(parent, f"step-{step}", fill, {"step": step})
+    folder = write(parent, f"step-{step}", fill, {"step": step})
     atomic_directory.commit_name(folder)
     return folder
 
 
-def loaded(folder: Path, taken: StateFiles | None = None) -> int:
+def write(parent: Path, name: str, fill: Callable[[Path], object], about: dict[str, Any]) -> Path:
+    """Commit a folder of the files that a function writes."""
+    with atomic_directory.writing(parent / name, about) as folder:
+        fill(folder)
+    return parent / name
+
+
+def found(parent: Path) -> list[Path]:
+    """Return the checkpoints with a readable manifest, newest first."""
+
+    def is_readable(folder: Path) -> bool:
+        try:
+            return manifest_of(folder) is not None
+        except FormatError:
+            return False
+
+    return [*filter(is_readable, committed_folders(parent))]
+
+
+def newest_good(parent: Path) -> atomic_directory.NewestDirectory[Manifest]:
+    """Return the newest folder that passes verification, with its manifest."""
+    return atomic_directory.newest_good(parent, atomic_directory.verify)
+
+
+def loaded(folder: Path, files: StateFiles | None = None) -> int:
     """Return the step of a checkpoint, all of whose numbers are that step's."""
-    state = read_state(folder, taken=taken)
+    state = read_state(folder, files=files)
     expected = state_of(state["step"], len(state["weights"]))
     assert torch.equal(state.pop("weights"), expected.pop("weights"))
     assert state == expected
     return state["step"]
 
 
-def gone_on_from(parent: Path) -> tuple[int, atomic_directory.NewestDirectory]:
+def gone_on_from(parent: Path) -> tuple[int, atomic_directory.NewestDirectory[StateFiles]]:
     """Return the step that a run goes on from, of the very bytes that were verified, 0 of none; and what was found."""
-    once = VerifiedReader()
-    good = atomic_directory.newest_good(parent, verifies=once.verify)
-    taken = None if good.folder is None else once.take(good.folder)
-    return (0 if taken is None else loaded(good.folder, taken)), good
+    good = atomic_directory.newest_good(parent, StateFiles.verified)
+    return (0 if good.contents is None else loaded(good.folder, good.contents)), good
 
 
 def forked(work: Callable[[], None]) -> int:
@@ -78,8 +100,8 @@ def ended(pid: int) -> int:
 
 def save_on_and_on(parent: Path, said: int, size: int) -> None:
     """Save steps, from where the folder is; say each once it is committed, as a byte."""
-    start = atomic_directory.newest_good(parent)
-    step = 0 if start.manifest is None else start.manifest.step
+    start = newest_good(parent)
+    step = 0 if start.contents is None else start.contents.step
     while True:
         step += 1
         save(parent, step, size)
@@ -111,12 +133,12 @@ def kill_while_saving(parent: Path, delay_s: Callable[[], float], kills: int, si
         cut += any(atomic_directory.TEMPORARY in name for name in os.listdir(parent))
         atomic_directory.delete_temporary_files(parent)
         assert not any(atomic_directory.TEMPORARY in name for name in os.listdir(parent))
-        found = atomic_directory.newest_good(parent)
-        assert not found.refused
-        step = loaded(found.folder)
+        newest = newest_good(parent)
+        assert not newest.refused
+        step = loaded(newest.folder)
         assert last + committed <= step <= last + committed + 1
         most = max(3, there + 1)  # one more where the kill came before the older ones were deleted, time after time
-        there = len(atomic_directory.found(parent))
+        there = len(found(parent))
         assert 1 <= there <= most
         last = step
     return last, cut

@@ -8,8 +8,9 @@ import shutil
 import pytest
 from kept_job import job, statuses, trained
 from raising import raises
+from saving import newest_good
 
-from trimtab.checkpoint.atomic_directory import newest_good, verify, write_manifest
+from trimtab.checkpoint.atomic_directory import verify, write_manifest
 from trimtab.core.errors import DamagedError
 from trimtab.core.record import read_record
 
@@ -201,7 +202,7 @@ def test_a_save_may_take_longer_than_a_rank_may_be_silent(tmp_path, monkeypatch,
     said, _ = trained(tmp_path, "slow", **options)
     assert all("end" in each for each in said)
     assert [each.name for each in tmp_path.glob("rank-*")] == []
-    assert newest_good(tmp_path / "run").manifest.step == 30
+    assert newest_good(tmp_path / "run").contents.step == 30
 
 
 def test_ranks_whose_older_checkpoints_cannot_be_deleted_are_saved_and_go_on(tmp_path):
@@ -209,7 +210,7 @@ def test_ranks_whose_older_checkpoints_cannot_be_deleted_are_saved_and_go_on(tmp
     options = {"keep": STEPS | {"on_failure": "warn", "keep_last": 1}, "cannot_delete": True, "saves_twice": 10}
     said, _ = trained(tmp_path, "kept", **options)
     assert all("end" in each for each in said)
-    assert newest_good(tmp_path / "run").manifest.step == 30
+    assert newest_good(tmp_path / "run").contents.step == 30
     assert len([*(tmp_path / "run").glob("step-*")]) == 6
     for rank in range(2):
         told = (tmp_path / f"said-{rank}").read_text()
@@ -233,7 +234,7 @@ def test_a_checkpoint_without_the_files_of_a_rank_is_not_whole(dead, tmp_path):
     write_manifest(newest, about)
     with raises(DamagedError, code="checkpoint.file_missing"):
         verify(newest)
-    assert newest_good(tmp_path / "run").manifest.step == 5
+    assert newest_good(tmp_path / "run").contents.step == 5
 
 
 def test_a_rank_that_interrupts_alone_is_not_saved_with_others_that_left_the_pass(tmp_path):

@@ -9,8 +9,7 @@ import shutil
 
 import pytest
 from kept_job import job, trained
-
-from trimtab.checkpoint.atomic_directory import newest_good
+from saving import newest_good
 
 STEPS = {"every_steps": 5}
 OTHERS = {"accepts": ["ranks", "plan"]}
@@ -159,8 +158,8 @@ def test_no_damage_of_a_file_of_shards_is_overlooked(tmp_path):
                 continue
             path.write_bytes(damaged)
             good = newest_good(parent)
-            assert good.manifest.step == 5
-            assert good.refused[0].error.field == str(path)
+            assert good.contents.step == 5
+            assert good.refused[0][1].field == str(path)
             path.write_bytes(content)
             tried += 1
-    assert newest_good(parent).manifest.step == 10
+    assert newest_good(parent).contents.step == 10

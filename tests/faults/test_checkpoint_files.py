@@ -20,22 +20,34 @@ from pathlib import Path
 import pytest
 import torch
 from raising import raises
-from saving import KILLED, ended, forge, forked, gone_on_from, kill_while_saving, loaded, save
+from saving import (
+    KILLED,
+    ended,
+    forge,
+    forked,
+    found,
+    gone_on_from,
+    kill_while_saving,
+    loaded,
+    newest_good,
+    save,
+    write,
+)
 
 from trimtab.checkpoint import atomic_directory
-from trimtab.checkpoint import manifest as manifest_module
 from trimtab.checkpoint.atomic_directory import (
+    NAME,
+    SCHEMA,
+    TENSORS,
+    TREE,
+    Manifest,
     committed_folders,
     delete_old_folders,
     delete_temporary_files,
-    found,
-    newest_good,
     put_aside,
     verify,
-    write,
     write_manifest,
 )
-from trimtab.checkpoint.manifest import NAME, SCHEMA, TENSORS, TREE, Manifest
 from trimtab.checkpoint.run_lock import NAME as LOCK
 from trimtab.checkpoint.run_lock import locked
 from trimtab.checkpoint.state_files import read_state
@@ -56,7 +68,7 @@ def parent(tmp_path):
 def refusal(parent: Path) -> DamagedError:
     """Return the error by which the second is refused, where the first is used and has its own values."""
     step, good = gone_on_from(parent)
-    assert step == loaded(good.folder) == good.manifest.step == 1
+    assert step == loaded(good.folder) == good.contents.manifest.step == 1
     ((folder, error),) = good.refused
     assert folder.name == "step-2"
     return error
@@ -91,7 +103,7 @@ def test_no_damage_is_overlooked(parent, damage):
         assert refusal(parent).field == str(path), (name, damaged)
         path.write_bytes(content)
         tried[name] += 1
-    assert newest_good(parent).manifest.step == 2
+    assert newest_good(parent).contents.step == 2
 
 
 def failing(monkeypatch, call: str, place: str, number: int) -> None:
@@ -128,7 +140,7 @@ def test_what_cannot_be_read_for_now_is_not_taken_for_damage(parent, monkeypatch
             assert not isinstance(refused.value, DamagedError)
             assert refused.value.field.endswith(place)
             assert os.strerror(number) in refused.value.problem
-    assert newest_good(parent).manifest.step == 2
+    assert newest_good(parent).contents.step == 2
 
 
 @pytest.mark.parametrize(("call", "place"), PLACES)
@@ -151,7 +163,7 @@ def test_a_copy_that_cannot_be_read_for_now_counts_and_another_programs_folder_d
 
 
 def test_damage_anywhere_in_a_file_of_several_chunks(tmp_path, monkeypatch):
-    monkeypatch.setattr(manifest_module, "CHUNK_BYTES", 3_000_000)  # more than one reading, and no multiple of it
+    monkeypatch.setattr(atomic_directory, "CHUNK_BYTES", 3_000_000)  # more than one reading, and no multiple of it
     content = random.Random(0).randbytes(7_000_000)
     folder = write(tmp_path, "step-1", lambda it: (it / "large").write_bytes(content) and None, {"step": 1})
     assert len(verify(folder).files["large"].crc32) == 3
@@ -257,7 +269,7 @@ def test_ranks_are_a_number_as_it_is_written(parent, world):
 
 def test_ranks_that_are_a_number_have_files_each(parent):
     forge(parent / "step-2", lambda said: said["about"].update(world={"ranks": "1"}))
-    assert newest_good(parent).manifest.num_ranks == 1
+    assert newest_good(parent).contents.num_ranks == 1
     forge(parent / "step-2", lambda said: said["about"].update(world={"ranks": "999999999"}))
     error = refusal(parent)
     assert (error.field, error.code) == (str(parent / "step-2" / f"rank-1-{TENSORS}"), MISSING)
@@ -301,7 +313,7 @@ def test_another_schema_is_refused_by_name(parent, schema, got, age):
 
 def test_a_checkpoint_of_an_older_schema_is_no_matter_where_a_newer_one_is_whole(parent):
     forge(parent / "step-1", lambda said: said.update(schema=1))
-    assert newest_good(parent).manifest.step == 2
+    assert newest_good(parent).contents.step == 2
     assert delete_old_folders(parent, 1) == []  # nor is it deleted: it is not one that this version knows
     assert (parent / "step-1").is_dir()
 
@@ -359,7 +371,7 @@ def test_the_newest_is_told_by_steps_and_by_nothing_else(parent):
     for hint in ("step-1\n", "step-99\n", "../..\n", ""):
         (parent / "latest").write_text(hint)
         assert [each.name for each in found(parent)] == ["step-10", "step-2", "step-1"]
-        assert newest_good(parent).manifest.step == 10
+        assert newest_good(parent).contents.step == 10
     (parent / "latest").unlink()
     write(parent, "kept-by-hand", lambda folder: None, {"step": 11})
     (parent / "notes").mkdir()
@@ -378,7 +390,7 @@ def test_a_folder_of_another_name_counts_where_its_manifest_can_be_believed(pare
             (place / name / NAME).write_bytes(text)
     assert newest_good(mine) == (None, None, [])
     good = newest_good(parent)
-    assert (good.manifest.step, good.refused) == (2, [])
+    assert (good.contents.step, good.refused) == (2, [])
     assert [each.name for each in committed_folders(parent)] == ["step-2", "step-1"]
     shutil.copytree(parent / "step-2", parent / "to-keep")
     assert [each.name for each in committed_folders(parent)] == ["step-2", "to-keep", "step-1"]
@@ -393,7 +405,7 @@ def test_a_run_whose_only_checkpoint_has_another_name_and_is_damaged_does_not_be
     (parent / "best" / NAME).write_bytes(b"{")
     good = newest_good(parent)
     assert good.folder is None
-    assert [each.folder.name for each in good.refused] == ["best"]
+    assert [folder.name for folder, _ in good.refused] == ["best"]
 
 
 def test_a_folder_of_another_name_and_another_schema_is_refused_by_name(parent):
@@ -450,22 +462,9 @@ def test_nothing_is_written_into_or_over_what_is_there(parent):
         write(parent, "step-7", lambda folder: (parent / "step-7").mkdir(), {"step": 7})
 
 
-@pytest.mark.parametrize("name", ["", ".", "..", "a/b", "/a", "a\\b", "step-1.tmp-1", "step-1.damaged-1"])
-def test_a_name_is_one(tmp_path, name):
-    with raises(ValueGivenError, code="checkpoint.invalid_name", field="name"):
-        write(tmp_path, name, lambda folder: None, {"step": 1})
-    assert not os.listdir(tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("about", "code"),
-    [
-        *((about, "value.invalid") for about in ({}, {"step": -1}, {"step": 1.0})),
-        *(({"step": 1, "it": it}, "checkpoint.metadata_not_json") for it in ({1}, object())),
-    ],
-)
-def test_what_it_is_about_is_looked_at_before_it_is_filled(tmp_path, about, code):
-    with raises(ValueGivenError, code=code):
+@pytest.mark.parametrize("about", [{}, {"step": -1}, {"step": 1.0}], ids=str)
+def test_what_it_is_about_is_looked_at_before_it_is_filled(tmp_path, about):
+    with raises(ValueGivenError, code="value.invalid"):
         write(tmp_path, "step-1", lambda folder: pytest.fail("it was filled"), about)
     assert not os.listdir(tmp_path)
 

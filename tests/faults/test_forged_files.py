@@ -15,8 +15,8 @@ from raising import raises
 
 import trimtab
 from benchmarks.paper.results import of_record, read_runs
+from trimtab.checkpoint.atomic_directory import NAME, TREE, FileEntry, Manifest, encoded, manifest_of
 from trimtab.checkpoint.batch_size_log import BatchSizeLog, _summed
-from trimtab.checkpoint.manifest import NAME, TREE, FileEntry, Manifest, _encoded, manifest_of
 from trimtab.checkpoint.run_lock import LockHolder
 from trimtab.checkpoint.state_files import read_state, write_state
 from trimtab.core.errors import FormatError, TrimtabError, UsageError
@@ -126,7 +126,7 @@ WHOLE = {  # what is in the lines of a file
         to_jsonable(Manifest({TREE: FileEntry(2, ("0",))}, {"step": 1, "world": {"ranks": "1"}}))
     ],
 }
-SIGNED = {"decisions": _summed, "manifest": _encoded}  # whatever they say, their checksum is right
+SIGNED = {"decisions": _summed, "manifest": encoded}  # whatever they say, their checksum is right
 
 
 def plainly(data: dict) -> bytes:
@@ -202,13 +202,13 @@ def test_what_is_said_of_numbers_and_is_not_so_is_refused(tmp_path, kind, change
         read_state(tmp_path)
 
 
-HOLDER = {"pid": 1, "host": "here", "boot_id": "it"}
+HOLDER = {"pid": 1, "host": "here"}
 
 
 def test_a_lock_says_nobody():
     assert LockHolder.said(plainly(HOLDER)) == LockHolder(**HOLDER)
-    without = [*map(plainly, lacking(HOLDER)), b'{"pid": 1e400, "host": "here", "boot_id": "it"}']
-    assert [LockHolder.said(content) for content in [*FORGED.values(), *without]] == [None] * (len(FORGED) + 4)
+    without = [*map(plainly, lacking(HOLDER)), b'{"pid": 1e400, "host": "here"}']
+    assert [LockHolder.said(content) for content in [*FORGED.values(), *without]] == [None] * (len(FORGED) + 3)
 
 
 # Values of a right shape that no writer writes.

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 from raising import raises
+from saving import newest_good
 from torch import nn
 
 import trimtab
-from trimtab.checkpoint.atomic_directory import newest_good
 from trimtab.checkpoint.batch_size_log import NAME, BatchSizeLog
 from trimtab.core.errors import SaveError
 from trimtab.core.record import Header, read_record
@@ -67,7 +67,7 @@ def whole(place: Path) -> int:
     assert not good.refused
     read_record(place / "record.jsonl")
     assert not BatchSizeLog(place / "run" / NAME, "", writes=False)._read.faults
-    return good.manifest.step
+    return good.contents.step
 
 
 def test_a_run_ends_with_what_was_saved_and_goes_on_where_there_is_room(small_disk):

@@ -9,11 +9,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 from raising import raises
+from saving import write
 from torch import nn
 
 import trimtab
-from trimtab.checkpoint.atomic_directory import committed_folders, delete_old_folders, write
-from trimtab.checkpoint.manifest import manifest_of
+from trimtab.checkpoint.atomic_directory import committed_folders, delete_old_folders, manifest_of
 from trimtab.core.errors import NonFiniteError
 from trimtab.core.record import read_record
 from trimtab.measure.finite_check import first_nonfinite, nonfinite_parameter

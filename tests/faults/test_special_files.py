@@ -13,8 +13,8 @@ from benchmarks.paper.results import read_runs
 from benchmarks.paper.sources import sha256_file
 from trimtab.carbon.intensity import of_csv
 from trimtab.carbon.services import CsvIntensity
+from trimtab.checkpoint.atomic_directory import NAME, manifest_of
 from trimtab.checkpoint.batch_size_log import BatchSizeLog
-from trimtab.checkpoint.manifest import NAME, manifest_of
 from trimtab.core import files
 from trimtab.core.errors import FormatError, TrimtabError
 from trimtab.core.record import Header, RecordWriter, read_header, read_record, require_own

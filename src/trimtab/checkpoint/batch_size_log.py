@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from trimtab.checkpoint.manifest import open_file
+from trimtab.checkpoint.atomic_directory import open_file
 from trimtab.core import validation
 from trimtab.core.errors import FormatError, TrimtabError, ValueGivenError
 from trimtab.core.files import AppendOnlyFile, not_written, written_beside
@@ -25,19 +25,18 @@ NAME = "decisions.jsonl"
 _LONGEST = 2**20  # maximum bytes of a line; the first line contains a plan
 
 
-class _Fault(NamedTuple):
-    """A damaged line. As lines are ordered, the damage concerns a window before `before`."""
-
-    error: FormatError
-    before: float
-
-
 class _Read(NamedTuple):
-    """Content of a log file: plan, decisions and damaged lines. `by` is None if the header is damaged."""
+    """Content of a log file.
+
+    Attributes:
+        by: Plan; "" for a missing file, None if the header is damaged.
+        decided: Decisions by window.
+        faults: Errors of damaged lines, each with the first window after the damage.
+    """
 
     by: str | None
     decided: dict[int, WindowDecision]
-    faults: list[_Fault]
+    faults: list[tuple[FormatError, float]]
 
 
 class BatchSizeLog:
@@ -92,7 +91,10 @@ class BatchSizeLog:
         if self._read.by != self._plan:
             self._decided = {index: each for index, each in self._decided.items() if index < windows}
         if self._writes:
-            lines = [_summed({"plan": self._plan}), *(_line(index, each) for index, each in self._decided.items())]
+            lines = [
+                _summed({"plan": self._plan}),
+                *(_summed({"window": index} | to_jsonable(each)) for index, each in self._decided.items()),
+            ]
             try:
                 self._file = written_beside(self._path, b"".join(lines))
             except OSError as error:
@@ -125,7 +127,7 @@ class BatchSizeLog:
             return
         self._newest = index
         if self._file is not None:
-            self._file.write(_line(index, window))
+            self._file.write(_summed({"window": index} | to_jsonable(window)))
             self._file.flush()
 
     def sync(self) -> None:
@@ -140,10 +142,6 @@ class BatchSizeLog:
             file.abandon() if file.path != self._path else file.close()
 
 
-def _line(index: int, window: WindowDecision) -> bytes:
-    return _summed({"window": index} | to_jsonable(window))
-
-
 def _summed(data: Mapping[str, Any]) -> bytes:
     """Return a line with a CRC-32. Reading compares bytes, so any changed bit is detected."""
     found = zlib.crc32(json.dumps(data).encode())
@@ -151,26 +149,39 @@ def _summed(data: Mapping[str, Any]) -> bytes:
 
 
 def _read(path: Path) -> _Read:
-    """Return the content of a log file; empty, with the plan "", for a missing file."""
-    read, waiting, last = _Read("", {}, []), list[FormatError](), -1
+    """Return the content of a log file."""
+    by: str | None = ""
+    decided, faults = dict[int, WindowDecision](), list[tuple[FormatError, float]]()
+    waiting, last = list[FormatError](), -1  # damaged lines since the last intact line, and its window
     for number, line in enumerate(_lines(path), 1):
         try:
+            data = _data(line)
             if number == 1:
-                read = _Read(str(_data(line)["plan"]), {}, [])
+                by = str(data["plan"])
                 continue
-            index, decided = _window(_data(line), last)
+            index = validation.integer("window", data.pop("window"), low=last + 1)
+            window = from_jsonable(WindowDecision, data)
+            validation.integer("num_batches", window.num_batches)
+            validation.integer("k", window.k)
         except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
-            damaged = _damaged(path, number, error)
+            reason = str(error).rstrip(".") if isinstance(error, TrimtabError) else f"{type(error).__name__}: {error}"
+            damaged = FormatError(
+                f"{path}:{number}",
+                problem=f"Line {number} of the batch-size decisions in {path} is damaged ({reason}).",
+                hint="Delete the file to resume without it: batch sizes are then decided from new timings.",
+                code="decisions.damaged",
+            )
             if number == 1:
-                read = _Read(None, {}, [_Fault(damaged, 0)])
+                by = None
+                faults.append((damaged, 0))
             else:
                 waiting.append(damaged)
             continue
-        read.decided[index] = decided
-        read.faults.extend(_Fault(each, index) for each in waiting)
+        decided[index] = window
+        faults.extend((each, index) for each in waiting)
         waiting, last = [], index
-    read.faults.extend(_Fault(each, math.inf) for each in waiting)
-    return read
+    faults.extend((each, math.inf) for each in waiting)
+    return _Read(by, decided, faults)
 
 
 def _lines(path: Path) -> Iterator[bytes]:
@@ -178,7 +189,7 @@ def _lines(path: Path) -> Iterator[bytes]:
     if not os.path.lexists(path):
         return
     try:
-        with open(open_file(path)[0], "rb") as file:
+        with open_file(path) as (descriptor, _), open(descriptor, "rb", closefd=False) as file:
             while line := file.readline(_LONGEST):
                 if line.endswith(b"\n") or len(line) == _LONGEST:
                     yield line
@@ -197,21 +208,3 @@ def _data(line: bytes) -> dict[str, Any]:
     if _summed(data) != line:
         raise ValueError("its checksum does not match")
     return dict(data)
-
-
-def _window(data: dict[str, Any], last: int) -> tuple[int, WindowDecision]:
-    """Return the index and decision of a line; the index must be above `last`."""
-    index, decided = validation.integer("window", data.pop("window"), low=last + 1), from_jsonable(WindowDecision, data)
-    for name in ("num_batches", "k"):
-        validation.integer(name, getattr(decided, name))
-    return index, decided
-
-
-def _damaged(path: Path, number: int, error: Exception) -> FormatError:
-    reason = str(error).rstrip(".") if isinstance(error, TrimtabError) else f"{type(error).__name__}: {error}"
-    return FormatError(
-        f"{path}:{number}",
-        problem=f"Line {number} of the batch-size decisions in {path} is damaged ({reason}).",
-        hint="Delete the file to resume without it: batch sizes are then decided from new timings.",
-        code="decisions.damaged",
-    )

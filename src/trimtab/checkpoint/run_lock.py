@@ -15,7 +15,6 @@ from trimtab.core.errors import FormatError
 from trimtab.core.files import holder_pid, in_use, is_at, lock_if_possible, sync, try_lock
 
 NAME = "run.lock"
-_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 @dataclass(frozen=True)
@@ -24,23 +23,18 @@ class LockHolder:
 
     pid: int
     host: str
-    boot_id: str
 
     @classmethod
     def here(cls) -> LockHolder:
         """Return the current process."""
-        try:
-            boot_id = _BOOT_ID.read_text(encoding="ascii").strip()
-        except OSError:  # not Linux
-            boot_id = ""
-        return cls(os.getpid(), socket.gethostname(), boot_id)
+        return cls(os.getpid(), socket.gethostname())
 
     @classmethod
     def said(cls, text: bytes) -> LockHolder | None:
         """Return the holder recorded in a lock file, or None if the file is empty or invalid."""
         try:
             data = json.loads(text)
-            return cls(int(data["pid"]), f"{data['host']!s:.80}", f"{data['boot_id']!s:.40}")
+            return cls(int(data["pid"]), f"{data['host']!s:.80}")
         except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
             return None
 
@@ -51,13 +45,16 @@ class LockHolder:
 class RunLock:
     """Lock held by this process until `release` or the end of a `with` block. Created by `locked`.
 
+    Args:
+        descriptors: The locked file, and the locked folder.
+
     Attributes:
         recovered: Previous holder if killed; None if the lock was released.
     """
 
-    def __init__(self, descriptor: int, folder: int, recovered: LockHolder | None) -> None:
-        self._descriptor: int | None = descriptor
-        self._folder = folder
+    def __init__(self, descriptors: tuple[int, int], recovered: LockHolder | None) -> None:
+        self._descriptors = descriptors
+        self._is_open = True
         self.recovered = recovered
         _forget_in_children()
         _LOCKS.add(self)
@@ -67,19 +64,19 @@ class RunLock:
 
         If the disk rejects the write, the file still names this process, as after a kill.
         """
-        if self._descriptor is not None:
+        if self._is_open:
             try:
                 with contextlib.suppress(OSError):
-                    os.ftruncate(self._descriptor, 0)
+                    os.ftruncate(self._descriptors[0], 0)
             finally:
                 self.forget()
 
     def forget(self) -> None:
         """Close both descriptors. Forked children call this: their copies would prolong the lock beyond the parent."""
-        if self._descriptor is not None:
-            os.close(self._descriptor)
-            os.close(self._folder)
-            self._descriptor = None
+        if self._is_open:
+            self._is_open = False
+            for descriptor in self._descriptors:
+                os.close(descriptor)
 
     def __enter__(self) -> RunLock:
         return self
@@ -125,30 +122,21 @@ def locked(folder: Path) -> RunLock:
         FormatError: The file system has no locks.
         OSError: The folder is not writable.
     """
-    whole = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        descriptor, holder = _locked_file(folder, whole)
-    except BaseException:
-        os.close(whole)
-        raise
-    return RunLock(descriptor, whole, holder)
-
-
-def _locked_file(folder: Path, whole: int) -> tuple[int, LockHolder | None]:
-    """Return the descriptor of the locked file, and the previous holder if it was killed."""
-    is_free = lock_if_possible(whole)  # some file systems can lock files but not folders
-    while True:
-        descriptor = os.open(folder / NAME, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
-        try:
-            holder = _taken(folder, descriptor, is_free=is_free, whole=whole)
-            if is_at(descriptor, folder / NAME):
-                os.ftruncate(descriptor, 0)
-                os.pwrite(descriptor, json.dumps(asdict(LockHolder.here())).encode(), 0)
-                return descriptor, holder
-        except BaseException:
-            os.close(descriptor)
-            raise
-        os.close(descriptor)  # the file was deleted or replaced between open and lock
+    with contextlib.ExitStack() as opened:
+        whole = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        opened.callback(os.close, whole)
+        is_free = lock_if_possible(whole)  # some file systems can lock files but not folders
+        while True:
+            with contextlib.ExitStack() as tried:
+                descriptor = os.open(folder / NAME, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
+                tried.callback(os.close, descriptor)
+                holder = _taken(folder, descriptor, is_free=is_free, whole=whole)
+                if is_at(descriptor, folder / NAME):  # else the file was deleted or replaced between open and lock
+                    os.ftruncate(descriptor, 0)
+                    os.pwrite(descriptor, json.dumps(asdict(LockHolder.here())).encode(), 0)
+                    tried.pop_all()
+                    opened.pop_all()
+                    return RunLock((descriptor, whole), holder)
 
 
 def _taken(folder: Path, descriptor: int, *, is_free: bool, whole: int) -> LockHolder | None:

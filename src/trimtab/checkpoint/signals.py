@@ -57,32 +57,24 @@ class Signals:
                 Signals._at_work.add(self)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
+        before = self._before_of(number)
+        would_end = not callable(before) or before is signal.default_int_handler
         if os.getpid() != self._pid:
-            self._handle_in_child(number, frame)
+            # A forked process. A loader's worker ignores SIGINT, because the window needs its data: the loader ends the
+            # worker, or the worker notices that the loader is gone.
+            if before is not signal.default_int_handler or get_worker_info() is None:
+                _do(before, number, frame)
         elif self not in Signals._at_work:
-            self._handle_late(number, frame)
+            # This run is closed, and a later handler calls this one. An open run decides about the end of the process.
+            if not (would_end and Signals._at_work):
+                _do(before, number, frame)
         elif self.came is None:
             self.came, self._at_s = signal.Signals(number), time.monotonic()
             self._quieten()
-            before = self._before_of(number)
-            if callable(before) and before is not signal.default_int_handler:
+            if not would_end:
                 before(number, frame)
         elif time.monotonic() - self._at_s > _SAME_S:
             _end_by(number)  # end now, without waiting for the window
-
-    def _handle_late(self, number: int, frame: FrameType | None) -> None:
-        """Call the previous handler."""
-        before = self._before_of(number)
-        ends = not callable(before) or before is signal.default_int_handler
-        if not (ends and Signals._at_work):
-            _do(before, number, frame)
-
-    def _handle_in_child(self, number: int, frame: FrameType | None) -> None:
-        """Call the previous handler in a forked process. Loader workers ignore SIGINT: the window needs their data."""
-        before = self._before_of(number)
-        if before is signal.default_int_handler and get_worker_info() is not None:
-            return  # the loader ends the worker, or the worker notices that the loader is gone
-        _do(before, number, frame)
 
     def _before_of(self, number: int) -> Any:
         """Return the previous handler, looking through the handlers of closed runs."""

@@ -1,29 +1,45 @@
-"""State as two files: structure as JSON, tensors as safetensors; lossless, without pickle or executable content."""
+"""State as two files: structure as JSON, tensors as safetensors; lossless, without pickle or executable content.
+
+The files of a checkpoint are read during verification, so that bytes are read once and loaded exactly as verified.
+safetensors memory-maps a file before its integrity is known, and an I/O error in a mapping kills the process. Therefore
+this module parses the header itself, and reads each tensor from the verified descriptor into memory of its own.
+"""
 
 from __future__ import annotations
 
 import base64
+import contextlib
 import hashlib
 import json
 import math
+import os
 import struct
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map
 
-from trimtab.checkpoint.manifest import TENSORS, TREE, open_file
-from trimtab.checkpoint.verified_read import WRITTEN, StateFiles, read_tensors, write_tensors
-from trimtab.core.errors import FormatError
+from trimtab.checkpoint.atomic_directory import (
+    CHANGED,
+    TENSORS,
+    THREADS,
+    TREE,
+    FileBuffer,
+    Manifest,
+    crc32_of_chunks,
+    damaged_error,
+    open_file,
+    verify,
+)
+from trimtab.core.errors import DependencyError, FormatError, SaveError
 
 Packed = Any  # JSON
-# (value, path) -> object with one key, or None if the type is unsupported.
-Leaf = Callable[[Any, str], Mapping[str, Packed] | None]
-Read = Callable[[Packed, str], Any]  # (content under the key, path) -> value
 MAX_DEPTH = 100  # limit for a structure that contains itself
 _MAPPINGS: dict[type, str] = {dict: "map", OrderedDict: "map", Counter: "counter", defaultdict: "default"}
 # Allowed default factories of a defaultdict. The list is closed, so that a file cannot name code to run.
@@ -34,201 +50,84 @@ _TYPES = (Tensor, torch.nn.Parameter)
 _ARRAYS = "?bhilqBHILQefd"  # dtype codes of booleans, integers and floats in native byte order
 # Closed list, as a file could name other dtypes.
 _NAMED = {name: np.dtype(name) for name in (np.dtype(code).name for code in _ARRAYS)}
-
-
-def pack(value: Any, leaf: Leaf, path: str = "state", depth: int = 0) -> Packed:
-    """Return a value as JSON.
-
-    Args:
-        leaf: Packs values that are not built-in Python types.
-        path: Location of `value`, for errors.
-
-    Raises:
-        FormatError: A type is unsupported, or the nesting exceeds `MAX_DEPTH`. The error names the location.
-    """
-    kind = type(value)
-    if value is None or kind is bool:
-        return value
-    if kind in _SCALARS:
-        return _SCALARS[kind](value, path)
-    if depth > MAX_DEPTH:
-        raise FormatError(
-            path,
-            got=f"more than {MAX_DEPTH} levels",
-            problem=f"{path:.60}... has more than {MAX_DEPTH} nested levels.",
-            hint="Return a flatter structure that does not contain itself from state_dict().",
-            code="state.too_deep",
-        )
-    if kind in _MAPPINGS:
-        items = [[_key(k, path), pack(v, leaf, f"{path}[{k!r}]", depth + 1)] for k, v in value.items()]
-        return {_MAPPINGS[kind]: [_factory_of(value, path), items] if kind is defaultdict else items}
-    if kind in (list, tuple):
-        return {kind.__name__: [pack(each, leaf, f"{path}[{i}]", depth + 1) for i, each in enumerate(value)]}
-    if (packed := leaf(value, path)) is not None:
-        return dict(packed)
-    raise FormatError(
-        path,
-        got=f"a {kind.__module__}.{kind.__qualname__}",
-        expected="tensors, arrays, numbers, strings, bytes, None, and lists, tuples and dicts of these types",
-        hint="Convert it to these types in state_dict(), and back in load_state_dict().",
-        code="state.unsupported_type",
-    )
-
-
-def as_mapping_type(value: dict[Any, Any], items: dict[Any, Any]) -> dict[Any, Any]:
-    """Return `items` as the mapping type of `value`."""
-    if isinstance(value, Counter):
-        return Counter(items)
-    return defaultdict(value.default_factory, items) if isinstance(value, defaultdict) else items
-
-
-def _factory_of(value: defaultdict[Any, Any], path: str) -> str:
-    for name, factory in _FACTORIES.items():
-        if factory is value.default_factory:
-            return name
-    raise FormatError(
-        path,
-        got=f"a defaultdict with the factory {value.default_factory!r:.60}",
-        expected=f"one of the factories {', '.join(filter(None, _FACTORIES))}",
-        hint="Convert it with dict(...) in state_dict(), and back in load_state_dict().",
-        code="state.unsupported_type",
-    )
-
-
-def _key(key: Any, path: str) -> Packed:
-    if type(key) not in (str, int):
-        raise FormatError(
-            f"{path} key {key!r:.40}",
-            got=f"a {type(key).__name__}",
-            expected="a string or an integer",
-            hint="Convert the key in state_dict(), and back in load_state_dict().",
-            code="state.unsupported_type",
-        )
-    return _SCALARS[type(key)](key, path)
-
-
-def _text(value: str, path: str) -> Packed:
-    try:
-        value.encode()
-    except UnicodeEncodeError:
-        raise FormatError(
-            path,
-            got=f"{value!r:.40}",
-            expected="a string that UTF-8 can encode",
-            hint="Return bytes from state_dict() instead.",
-            code="state.unsupported_type",
-        ) from None
-    return value
-
-
-_SCALARS: dict[type, Callable[[Any, str], Packed]] = {
-    int: lambda value, path: value if -_WORD <= value < _WORD else {"int": hex(value)},
-    float: lambda value, path: value if math.isfinite(value) else {"float": struct.pack(">d", value).hex()},
-    str: _text,
-    bytes: lambda value, path: {"bytes": base64.b64encode(value).decode()},
+# Dtypes known to every version of safetensors, by its names. Tensors of other dtypes are stored as bytes.
+TYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "BOOL": torch.bool,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
 }
-
-
-def malformed_error(path: str, got: str, expected: str) -> FormatError:
-    """Return the error for an invalid packed state."""
-    return FormatError(
-        path,
-        got=got,
-        expected=expected,
-        problem=f"The checkpoint's contents are invalid at {path}: got {got}, expected {expected}.",
-        hint="Resume from another checkpoint.",
-        code="state.malformed",
-    )
-
-
-def unpack(packed: Packed, leaves: Mapping[str, Read], path: str = "state") -> Any:
-    """Return the value of a packed state; `FormatError` if `packed` is not one."""
-    if packed is None or isinstance(packed, bool | str | int | float):
-        return packed
-    if not isinstance(packed, dict) or len(packed) != 1:
-        raise malformed_error(path, got=f"{packed!r:.60}", expected="a JSON object with one key")
-    (kind, inside), readers = next(iter(packed.items())), _READERS | dict(leaves)
-    if kind in _CONTAINERS:
-        return _CONTAINERS[kind](inside, leaves, path)
-    if kind not in readers:
-        raise malformed_error(path, got=f"{kind!r:.60}", expected=f"one of {', '.join([*_CONTAINERS, *readers])}")
-    try:
-        return readers[kind](inside, path)
-    except (TypeError, ValueError, LookupError, ArithmeticError, RuntimeError, struct.error) as error:
-        if isinstance(error, FormatError):
-            raise
-        raise malformed_error(path, got=f"{packed!r:.60}", expected=f"a packed {kind} ({error})") from None
-
-
-def _map(items: Packed, leaves: Mapping[str, Read], path: str) -> dict[Any, Any]:
-    found: dict[Any, Any] = {}
-    for item in _items(items, path):
-        if not isinstance(item, list) or len(item) != 2:
-            raise malformed_error(path, got=f"{item!r:.60}", expected="a key and a value")
-        key = unpack(item[0], {}, f"{path} key")
-        if type(key) not in (str, int) or key in found:
-            raise malformed_error(path, got=f"the key {key!r:.60}", expected="different strings and integers as keys")
-        found[key] = unpack(item[1], leaves, f"{path}[{key!r}]")
-    return found
-
-
-def _default(inside: Packed, leaves: Mapping[str, Read], path: str) -> defaultdict[Any, Any]:
-    is_pair = isinstance(inside, list) and len(inside) == 2
-    if not is_pair or not isinstance(inside[0], str) or inside[0] not in _FACTORIES:
-        expected = "the name of a default factory, and a list of items"
-        raise malformed_error(path, got=f"{inside!r:.60}", expected=expected)
-    return defaultdict(_FACTORIES[inside[0]], _map(inside[1], leaves, path))
-
-
-def _list(items: Packed, leaves: Mapping[str, Read], path: str) -> list[Any]:
-    return [unpack(each, leaves, f"{path}[{index}]") for index, each in enumerate(_items(items, path))]
-
-
-def _items(items: Packed, path: str) -> list[Packed]:
-    if not isinstance(items, list):
-        raise malformed_error(path, got=f"{items!r:.60}", expected="a list")
-    return items
-
-
-_CONTAINERS: dict[str, Callable[[Packed, Mapping[str, Read], str], Any]] = {
-    "map": _map,
-    "counter": lambda items, leaves, path: Counter(_map(items, leaves, path)),
-    "default": _default,
-    "list": _list,
-    "tuple": lambda items, leaves, path: tuple(_list(items, leaves, path)),
-}
-_READERS: dict[str, Read] = {
-    "int": lambda text, path: int(text, 16),
-    "float": lambda text, path: struct.unpack(">d", bytes.fromhex(text))[0],
-    "bytes": lambda text, path: base64.b64decode(text, validate=True),
-}
+_WRITTEN = frozenset(TYPES.values())
+_LENGTH_BYTES = 8  # size of the header's length field in a safetensors file, little-endian
+_LONGEST_HEAD = 2**24  # enough for a hundred thousand tensors
+_INVALID = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RuntimeError, struct.error)
 
 
 class Packer:
-    """Packs tensors and arrays, and collects the tensors to write.
+    """Packs states as JSON, and collects the tensors to write.
+
+    Args:
+        is_dry: True to check types only: no tensor data is read or copied, and the JSON is of no use.
 
     Attributes:
         tensors: Dense CPU tensors by name. Tensors with the same memory, shape and strides are stored once.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_dry: bool = False) -> None:
         self.tensors: dict[str, Tensor] = {}
+        self._is_dry = is_dry
         self._named: dict[tuple[Any, ...], str] = {}
         self._written_from: set[int] = set()
         self._met: list[Tensor] = []  # references that keep addresses from being reused by other tensors
 
-    def leaf(self, value: Any, path: str) -> dict[str, Packed] | None:
-        """Return a tensor or array as JSON with a name from `tensors`; else None; `FormatError` if not numeric."""
-        if type(value) in _TYPES:
-            return {"tensor": self._packed(value, path)}
-        if isinstance(value, np.generic) or type(value) is np.ndarray:
-            return {"array": self._packed_array(value, path)}
-        return None
+    def pack(self, value: Any, path: str = "state", depth: int = 0) -> Packed:
+        """Return a value as JSON.
 
-    def _packed(self, tensor: Tensor, path: str) -> Packed:
-        _require_held(tensor, path)
+        Args:
+            path: Location of `value`, for errors.
+
+        Raises:
+            FormatError: A type is unsupported, or the nesting exceeds `MAX_DEPTH`. The error names the location.
+        """
+        kind = type(value)
+        if value is None or kind is bool:
+            return value
+        if kind in (int, float, str, bytes):
+            return _scalar(value, path)
+        if depth > MAX_DEPTH:
+            raise FormatError(
+                path,
+                got=f"more than {MAX_DEPTH} levels",
+                problem=f"{path:.60}... has more than {MAX_DEPTH} nested levels.",
+                hint="Return a flatter structure that does not contain itself from state_dict().",
+                code="state.too_deep",
+            )
+        if kind in _MAPPINGS:
+            items = [[_key(k, path), self.pack(v, f"{path}[{k!r}]", depth + 1)] for k, v in value.items()]
+            return {_MAPPINGS[kind]: [_factory_of(value, path), items] if kind is defaultdict else items}
+        if kind in (list, tuple):
+            return {kind.__name__: [self.pack(each, f"{path}[{i}]", depth + 1) for i, each in enumerate(value)]}
+        if kind in _TYPES:
+            return {"tensor": self._tensor(value, path)}
+        if isinstance(value, np.generic) or kind is np.ndarray:
+            return {"array": self._array(value, path)}
+        expected = "tensors, arrays, numbers, strings, bytes, None, and lists, tuples and dicts of these types"
+        raise _unsupported(path, f"a {kind.__module__}.{kind.__qualname__}", expected)
+
+    def _tensor(self, tensor: Tensor, path: str) -> Packed:
+        if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta:
+            kind = "meta" if tensor.is_meta else "quantized" if tensor.is_quantized else str(tensor.layout)
+            raise _not_stored(path, f"a {kind} tensor", "Return a dense tensor from", "tensor")
+        if self._is_dry:
+            return None
         tensor = tensor.detach().resolve_conj().resolve_neg()
-        name = self._named.get(memory := memory_of(tensor))
+        name = self._named.get(memory := _memory_of(tensor))
         if name is None:
             name = self._named[memory] = f"{len(self.tensors)} {path.removeprefix('state')}"
             self._met.append(tensor)
@@ -245,55 +144,64 @@ class Packer:
         self._written_from.add(at)
         return dense
 
-    def _packed_array(self, array: Any, path: str) -> Packed:
-        _require_numbers(array, path)
+    def _array(self, array: Any, path: str) -> Packed:
+        if array.dtype.char not in _ARRAYS or not array.dtype.isnative:
+            dtype = f"a NumPy array of {array.dtype!r}"
+            raise _not_stored(
+                path, dtype, "Return an array of booleans, integers or floats in native order from", "array"
+            )
+        if self._is_dry:
+            return None
         whole = np.array(array, order="C")  # a copy, because torch warns about read-only arrays
-        packed = self._packed(torch.from_numpy(whole.reshape(-1).view(np.uint8)), path)
+        packed = self._tensor(torch.from_numpy(whole.reshape(-1).view(np.uint8)), path)
         is_scalar = isinstance(array, np.generic)
         return {"bytes": packed, "shape": list(whole.shape), "type": array.dtype.name, "is_scalar": is_scalar}
 
 
-def require_packable(state: Any) -> None:
-    """Raise `FormatError` for values of unsupported types in a state. No tensor data is read or copied."""
-    pack(state, _looked_at)
+def _scalar(value: Any, path: str) -> Packed:
+    if isinstance(value, int):
+        return value if -_WORD <= value < _WORD else {"int": hex(value)}
+    if isinstance(value, float):
+        return value if math.isfinite(value) else {"float": struct.pack(">d", value).hex()}
+    if isinstance(value, bytes):
+        return {"bytes": base64.b64encode(value).decode()}
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise _unsupported(path, f"{value!r:.40}", "a string that UTF-8 can encode") from None
+    return value
 
 
-def _looked_at(value: Any, path: str) -> dict[str, Packed] | None:
-    if type(value) in _TYPES:
-        _require_held(value, path)
-        return {"tensor": None}
-    if isinstance(value, np.generic) or type(value) is np.ndarray:
-        _require_numbers(value, path)
-        return {"array": None}
-    return None
+def _key(key: Any, path: str) -> Packed:
+    if type(key) not in (str, int):
+        raise _unsupported(f"{path} key {key!r:.40}", f"a {type(key).__name__}", "a string or an integer")
+    return _scalar(key, path)
 
 
-def _require_held(tensor: Tensor, path: str) -> None:
-    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta:
-        kind = "meta" if tensor.is_meta else "quantized" if tensor.is_quantized else str(tensor.layout)
-        raise FormatError(
-            path,
-            got=f"a {kind} tensor",
-            expected="a dense tensor",
-            problem=f"{path} is a {kind} tensor, which checkpoints cannot store.",
-            hint="Return a dense tensor from state_dict(), and convert it in load_state_dict().",
-            code="state.unsupported_tensor",
-        )
+def _factory_of(value: defaultdict[Any, Any], path: str) -> str:
+    for name, factory in _FACTORIES.items():
+        if factory is value.default_factory:
+            return name
+    expected = f"one of the factories {', '.join(filter(None, _FACTORIES))}"
+    raise _unsupported(path, f"a defaultdict with the factory {value.default_factory!r:.60}", expected)
 
 
-def _require_numbers(array: Any, path: str) -> None:
-    kind = array.dtype
-    if kind.char not in _ARRAYS or not kind.isnative:
-        raise FormatError(
-            path,
-            got=f"{kind!r}",
-            problem=f"{path} is a NumPy array of {kind!r}, which checkpoints cannot store.",
-            hint="Return an array of booleans, integers or floats in native byte order from state_dict().",
-            code="state.unsupported_array",
-        )
+def _unsupported(path: str, got: str, expected: str) -> FormatError:
+    hint = "Convert it to supported types in state_dict(), and back in load_state_dict()."
+    return FormatError(path, got=got, expected=expected, hint=hint, code="state.unsupported_type")
 
 
-def memory_of(tensor: Tensor) -> tuple[Any, ...]:
+def _not_stored(path: str, got: str, what_to_do: str, kind: str, reason: str = "") -> FormatError:
+    return FormatError(
+        path,
+        got=got,
+        problem=f"{path} is {got}, which checkpoints cannot store{reason}.",
+        hint=f"{what_to_do} state_dict(), and convert it in load_state_dict().",
+        code=f"state.unsupported_{kind}",
+    )
+
+
+def _memory_of(tensor: Tensor) -> tuple[Any, ...]:
     """Return a key that is equal for two tensors with the same memory, shape, strides and dtype."""
     if tensor.numel() == 0:
         return (id(tensor),)
@@ -306,16 +214,12 @@ def snapshot(state: Any) -> Any:
 
     def copy(value: Any) -> Any:
         if isinstance(value, Tensor):
-            if (memory := memory_of(value)) not in copies:
+            if (memory := _memory_of(value)) not in copies:
                 copies[memory] = value.detach().to("cpu", copy=True)
             return copies[memory]
-        if isinstance(value, np.ndarray):
-            return value.copy()
-        if isinstance(value, dict):
-            return as_mapping_type(value, {key: copy(each) for key, each in value.items()})
-        return type(value)(map(copy, value)) if type(value) in (list, tuple) else value
+        return value.copy() if isinstance(value, np.ndarray | Counter) else value
 
-    return copy(state)
+    return tree_map(copy, state)
 
 
 def _order(tensor: Tensor) -> list[int]:
@@ -331,79 +235,10 @@ def _written(tensor: Tensor, path: str) -> Tensor:
     if dense.untyped_storage().nbytes() != dense.nbytes:
         dense = dense.clone()
     try:
-        return dense if dense.dtype in WRITTEN else dense.reshape(-1).view(torch.uint8)
+        return dense if dense.dtype in _WRITTEN else dense.reshape(-1).view(torch.uint8)
     except RuntimeError as error:
-        raise FormatError(
-            path,
-            got=_name(tensor.dtype),
-            problem=f"{path} is a tensor of dtype {_name(tensor.dtype)}, which checkpoints cannot store ({error}).",
-            hint="Return a tensor of a standard dtype from state_dict(), and convert it in load_state_dict().",
-            code="state.unsupported_tensor",
-        ) from None
-
-
-class Unpacker:
-    """Rebuilds packed tensors from a tensor file. Equal names return the same tensor object."""
-
-    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
-        self._tensors = tensors
-        self._given: dict[str, tuple[Packed, Tensor]] = {}
-        self.leaves = {"tensor": self._tensor, "array": self._array}
-
-    def require_all_given(self, path: str = "state") -> None:
-        """Raise `FormatError` if the file contains a tensor without a reference."""
-        if unnamed := sorted(self._tensors.keys() - self._given.keys()):
-            raise FormatError(
-                path,
-                got=unnamed[0],
-                problem=f"The tensor file has a tensor {unnamed[0]!r} that the state does not use.",
-                hint="Resume from another checkpoint.",
-                code="state.malformed",
-            )
-
-    def _tensor(self, packed: Packed, path: str) -> Tensor:
-        name, shape, dtype, order = _parts(packed, path)
-        if name not in self._tensors:
-            raise FormatError(
-                path,
-                got=f"the tensor name {name!r}",
-                problem=f"{path} is the tensor {name!r}, which the tensor file does not contain.",
-                hint="Resume from another checkpoint.",
-                code="state.malformed",
-            )
-        if name in self._given:
-            before, tensor = self._given[name]
-            if before != packed:
-                raise malformed_error(
-                    path, got=f"{packed!r:.80}", expected=f"{before!r:.80}, as at the tensor's first use"
-                )
-            return tensor
-        tensor, laid_out = self._tensors[name], [shape[d] for d in order]
-        is_bytes = dtype not in WRITTEN
-        if is_bytes and tensor.dtype is torch.uint8 and tensor.numel() == math.prod(shape) * dtype.itemsize:
-            tensor = tensor.view(dtype).reshape(laid_out)
-        if tensor.dtype is not dtype or list(tensor.shape) != laid_out:
-            given = f"a tensor of {_name(tensor.dtype)}, {list(tensor.shape)}"
-            raise malformed_error(path, got=given, expected=f"{_name(dtype)}, {laid_out}")
-        tensor = tensor.permute([order.index(d) for d in range(len(order))])
-        self._given[name] = (packed, tensor)
-        return tensor
-
-    def _array(self, packed: Packed, path: str) -> Any:
-        found = self._tensor(packed["bytes"], path).numpy().view(_NAMED[packed["type"]])
-        array = found.reshape(packed["shape"])
-        return array[()] if packed["is_scalar"] else array
-
-
-def _parts(packed: Packed, path: str) -> tuple[str, list[int], torch.dtype, list[int]]:
-    """Return name, shape, dtype and dimension order of a packed tensor."""
-    shape = packed["shape"]
-    order = packed.get("order", list(range(len(shape))))
-    dtype = getattr(torch, str(packed["type"]), None)
-    are_sizes = all(type(size) is int and size >= 0 for size in shape)
-    if not are_sizes or sorted(order) != list(range(len(shape))) or not isinstance(dtype, torch.dtype):
-        raise malformed_error(path, got=f"{packed!r:.80}", expected="the shape, dtype and order of a tensor")
-    return str(packed["name"]), shape, dtype, order
+        dtype = f"a tensor of dtype {_name(tensor.dtype)}"
+        raise _not_stored(path, dtype, "Return a tensor of a standard dtype from", "tensor", f" ({error})") from None
 
 
 def _name(dtype: torch.dtype) -> str:
@@ -418,56 +253,258 @@ def write_state(folder: Path, state: Mapping[str, Any], prefix: str = "") -> Non
         SaveError, OSError: Writing failed.
         DependencyError: safetensors is not installed.
     """
-    packer = Packer()
-    packed = pack(state, packer.leaf)
+    packer, library = Packer(), safetensors_library()
+    text = json.dumps(packer.pack(state), allow_nan=False)
     tensors, tree = folder / f"{prefix}{TENSORS}", folder / f"{prefix}{TREE}"
-    write_tensors(tensors, packer.tensors)
-    tree.write_text(json.dumps(packed, allow_nan=False), encoding="utf-8")
+    try:
+        library.torch.save_file(packer.tensors, tensors)
+    except (library.SafetensorError, OSError) as error:
+        raise SaveError(
+            str(tensors),
+            got=str(error),
+            problem=f"{tensors} could not be written ({error}).",
+            hint="Free space on the disk and check that the folder is writable; earlier checkpoints are intact.",
+        ) from None
+    tree.write_text(text, encoding="utf-8")
     tensors.chmod(tree.stat().st_mode)  # safetensors sets owner-only permissions and ignores the umask
+
+
+def safetensors_library() -> Any:
+    """Return the module safetensors; `DependencyError` if it is not installed."""
+    try:
+        import safetensors.torch
+    except ImportError:
+        raise DependencyError(
+            "checkpoints",
+            problem="Checkpoints need the package safetensors, which is not installed.",
+            hint="Install it: pip install 'trimtab[checkpoint]'.",
+        ) from None
+    return safetensors
 
 
 def digest_of(state: Any) -> str:
     """Return a SHA-256 of a state; equal digests mean bitwise equal files. `FormatError` for an unsupported value."""
     packer = Packer()
-    found = hashlib.sha256(json.dumps(pack(state, packer.leaf), allow_nan=False).encode())
+    found = hashlib.sha256(json.dumps(packer.pack(state), allow_nan=False).encode())
     for tensor in packer.tensors.values():
-        found.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
+        found.update(_bytes_of(tensor))
     return found.hexdigest()
 
 
-def read_state(folder: Path, prefix: str = "", *, taken: StateFiles | None = None) -> Any:
+# Reading.
+
+
+class StateFiles:
+    """Contents of a rank's two state files, stored while the files are read for their checksums.
+
+    Args:
+        prefix: Prefix of the rank's file names.
+
+    Attributes:
+        manifest: Manifest of the verified folder; None if the folder was not verified.
+        tree: Contents of the JSON file.
+        tensors: Tensors by name, in file order; None if the tensor file is missing, invalid or too large.
+    """
+
+    def __init__(self, prefix: str = "") -> None:
+        self._prefix = prefix
+        self.manifest: Manifest | None = None
+        self.tree = bytearray()
+        self.tensors: dict[str, Tensor] | None = None
+        self._head, self._read_head = b"", bytearray()
+
+    @classmethod
+    def verified(cls, folder: Path) -> StateFiles:
+        """Verify a folder as `verify` does, and return the state files of rank 0."""
+        files = cls()
+        files.manifest = verify(folder, files._room)
+        if files._head != files._read_head:
+            raise damaged_error(folder, TENSORS, f"{folder / TENSORS} changed while it was read.", CHANGED)
+        return files
+
+    @classmethod
+    def read(cls, folder: Path, prefix: str = "") -> StateFiles:
+        """Read the files of a folder that another rank has verified; `OSError` if reading failed."""
+        files = cls(prefix)
+        with ThreadPoolExecutor(THREADS) as pool:
+            for name in (f"{prefix}{TREE}", f"{prefix}{TENSORS}"):
+                with open_file(folder / name) as (descriptor, size):
+                    crc32_of_chunks(descriptor, size, pool, files._room(name, descriptor, size))
+        return files
+
+    def _room(self, name: str, descriptor: int, size: int) -> FileBuffer | None:
+        if name == f"{self._prefix}{TREE}":
+            self.tree = bytearray(size)
+            return FileBuffer([memoryview(self.tree)])
+        if name != f"{self._prefix}{TENSORS}" or (layout := _laid_out(descriptor, size)) is None:
+            return None
+        self._head, self.tensors = layout
+        self._read_head = bytearray(len(self._head))
+        return FileBuffer([memoryview(self._read_head), *map(_bytes_of, self.tensors.values())])
+
+
+def _laid_out(descriptor: int, size: int) -> tuple[bytes, dict[str, Tensor]] | None:
+    """Return the header of a tensor file of `size` bytes, and empty tensors in file order; None for an invalid file."""
+    with contextlib.suppress(*_INVALID, OSError, MemoryError):
+        length = int.from_bytes(os.pread(descriptor, _LENGTH_BYTES, 0), "little")
+        if length > min(_LONGEST_HEAD, size):
+            return None
+        head = os.pread(descriptor, _LENGTH_BYTES + length, 0)
+        said = json.loads(head[_LENGTH_BYTES:])
+        said.pop("__metadata__", None)
+        in_turn = dict(sorted(said.items(), key=lambda item: item[1]["data_offsets"]))
+        end = 0
+        for each in in_turn.values():
+            end = _end_of(each, end)
+        if len(head) == _LENGTH_BYTES + length and len(head) + end == size:  # checked before memory is allocated
+            return head, {name: _without_values(each) for name, each in in_turn.items()}
+    return None
+
+
+def _end_of(said: Any, start: int) -> int:
+    """Return the end offset of a tensor that must begin at `start`."""
+    (begin, end), shape = said["data_offsets"], said["shape"]
+    is_one = all(type(number) is int and number >= 0 for number in (begin, end, *shape))
+    if not is_one or begin != start or end - begin != math.prod(shape) * TYPES[said["dtype"]].itemsize:
+        raise ValueError("the offsets do not match the tensor's shape and dtype")
+    return int(end)
+
+
+def _without_values(said: Any) -> Tensor:
+    return torch.empty(said["shape"], dtype=TYPES[said["dtype"]], device="cpu")
+
+
+def _bytes_of(tensor: Tensor) -> memoryview:
+    return tensor.reshape(-1).view(torch.uint8).numpy().data
+
+
+def read_state(folder: Path, prefix: str = "", files: StateFiles | None = None) -> Any:
     """Return a saved state with CPU tensors. Verify the folder first.
 
     Args:
-        taken: Contents of the files if they were read during verification.
+        files: Contents of the files if they were read during verification.
 
     Raises:
         FormatError: The files are not a valid state.
-        DependencyError: safetensors is not installed.
     """
     path = folder / f"{prefix}{TREE}"
     try:
-        packed = json.loads((_bytes_of(path) if taken is None else taken.tree).decode())
+        files = files or StateFiles.read(folder, prefix)
+        packed = json.loads(files.tree.decode())
+        if files.tensors is None:
+            path = folder / f"{prefix}{TENSORS}"
+            raise ValueError("its header is invalid, or memory is too small for its tensors")
+        unpacker = Unpacker(files.tensors)
+        state = unpacker.unpack(packed)
     except (OSError, ValueError, RecursionError) as error:
-        raise _unreadable(path, str(error)) from None
-    unpacker = Unpacker(read_tensors(folder / f"{prefix}{TENSORS}") if taken is None else taken.tensors)
-    try:
-        state = unpack(packed, unpacker.leaves)
-    except RecursionError:
-        raise _unreadable(path, "too many nested levels") from None
+        if isinstance(error, FormatError):
+            raise
+        raise FormatError(
+            str(path),
+            problem=f"{path} does not contain a readable checkpoint state ({error}).",
+            hint="Resume from another checkpoint.",
+            code="state.unreadable",
+        ) from None
     unpacker.require_all_given()
     return state
 
 
-def _unreadable(path: Path, reason: str) -> FormatError:
+class Unpacker:
+    """Rebuilds packed states with the tensors of a file. Equal names return the same tensor object."""
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        self._tensors = tensors
+        self._given: dict[str, tuple[Packed, Tensor]] = {}
+        self._readers: dict[str, Callable[[Packed, str], Any]] = {
+            "map": self._map,
+            "counter": lambda items, path: Counter(self._map(items, path)),
+            "default": self._default,
+            "list": self._list,
+            "tuple": lambda items, path: tuple(self._list(items, path)),
+            "int": lambda text, path: int(text, 16),
+            "float": lambda text, path: struct.unpack(">d", bytes.fromhex(text))[0],
+            "bytes": lambda text, path: base64.b64decode(text, validate=True),
+            "tensor": self._tensor,
+            "array": self._array,
+        }
+
+    def unpack(self, packed: Packed, path: str = "state") -> Any:
+        """Return the value of a packed state; `FormatError` if `packed` is not one."""
+        if packed is None or isinstance(packed, bool | str | int | float):
+            return packed
+        if not isinstance(packed, dict) or len(packed) != 1:
+            raise _malformed(path, got=f"{packed!r:.60}", expected="a JSON object with one key")
+        ((kind, inside),) = packed.items()
+        if kind not in self._readers:
+            raise _malformed(path, got=f"{kind!r:.60}", expected=f"one of {', '.join(self._readers)}")
+        try:
+            return self._readers[kind](inside, path)
+        except (FormatError, RecursionError):
+            raise
+        except _INVALID as error:
+            raise _malformed(path, got=f"{packed!r:.60}", expected=f"a packed {kind} ({error})") from None
+
+    def require_all_given(self) -> None:
+        """Raise `FormatError` if the file contains a tensor without a reference."""
+        if unnamed := sorted(self._tensors.keys() - self._given.keys()):
+            raise _malformed("state", got=f"a tensor {unnamed[0]!r} without a reference", expected="none")
+
+    def _map(self, items: Packed, path: str) -> dict[Any, Any]:
+        found: dict[Any, Any] = {}
+        for item in _as_list(items):
+            name, value = _as_list(item)
+            key = self.unpack(name, path)
+            if type(key) not in (str, int) or key in found:
+                raise ValueError(f"the key {key!r:.60} is no string or integer, or occurs twice")
+            found[key] = self.unpack(value, f"{path}[{key!r}]")
+        return found
+
+    def _default(self, inside: Packed, path: str) -> defaultdict[Any, Any]:
+        factory, items = _as_list(inside)
+        return defaultdict(_FACTORIES[factory], self._map(items, path))
+
+    def _list(self, items: Packed, path: str) -> list[Any]:
+        return [self.unpack(each, f"{path}[{index}]") for index, each in enumerate(_as_list(items))]
+
+    def _tensor(self, packed: Packed, path: str) -> Tensor:
+        name, shape, dtype = packed["name"], packed["shape"], getattr(torch, str(packed["type"]), None)
+        order = packed.get("order", list(range(len(shape))))
+        are_sizes = all(type(size) is int and size >= 0 for size in shape)
+        if not are_sizes or sorted(order) != list(range(len(shape))) or not isinstance(dtype, torch.dtype):
+            raise ValueError("invalid shape, dtype or order")
+        if name in self._given:
+            before, tensor = self._given[name]
+            if before != packed:
+                raise ValueError(f"expected {before!r:.80}, as at the tensor's first use")
+            return tensor
+        tensor, laid_out = self._tensors[name], [shape[d] for d in order]
+        is_bytes = dtype not in _WRITTEN
+        if is_bytes and tensor.dtype is torch.uint8 and tensor.numel() == math.prod(shape) * dtype.itemsize:
+            tensor = tensor.view(dtype).reshape(laid_out)
+        if tensor.dtype is not dtype or list(tensor.shape) != laid_out:
+            raise ValueError(f"the tensor file contains {_name(tensor.dtype)}, {list(tensor.shape)}")
+        tensor = tensor.permute([order.index(d) for d in range(len(order))])
+        self._given[name] = (packed, tensor)
+        return tensor
+
+    def _array(self, packed: Packed, path: str) -> Any:
+        found = self._tensor(packed["bytes"], path).numpy().view(_NAMED[packed["type"]])
+        array = found.reshape(packed["shape"])
+        return array[()] if packed["is_scalar"] else array
+
+
+def _as_list(items: Packed) -> list[Packed]:
+    if not isinstance(items, list):
+        raise TypeError("not a list")
+    return items
+
+
+def _malformed(path: str, got: str, expected: str) -> FormatError:
     return FormatError(
-        str(path),
-        problem=f"{path} does not contain a readable checkpoint state ({reason}).",
+        path,
+        got=got,
+        expected=expected,
+        problem=f"The checkpoint's contents are invalid at {path}: got {got}, expected {expected}.",
         hint="Resume from another checkpoint.",
-        code="state.unreadable",
+        code="state.malformed",
     )
-
-
-def _bytes_of(path: Path) -> bytes:
-    with open(open_file(path)[0], "rb") as file:
-        return file.read()

@@ -24,8 +24,7 @@ def verify(
     as_json: Json = False,
 ) -> None:
     """Verify all bytes of a run's checkpoints and list the results. Fails if a checkpoint is damaged or none exists."""
-    from trimtab.checkpoint.atomic_directory import NAMED, committed_folders
-    from trimtab.checkpoint.manifest import NAME
+    from trimtab.checkpoint.atomic_directory import NAME, NAMED, committed_folders
     from trimtab.core.errors import FormatError
 
     is_one = (folder / NAME).is_file() or (folder.is_dir() and NAMED.fullmatch(folder.resolve().name))
@@ -48,13 +47,12 @@ def verify(
 
 def _row(folder: Path) -> dict[str, Any]:
     from trimtab.checkpoint import atomic_directory
-    from trimtab.checkpoint.manifest import said_of
     from trimtab.core.errors import FormatError
     from trimtab.core.units import format_bytes
 
     try:
         found = atomic_directory.verify(folder)
-        said = said_of(folder, found)  # also validates the metadata, as resuming does
+        said = atomic_directory.run_metadata(folder, found)  # also validates the metadata, as resuming does
     except FormatError as error:
         return {"folder": folder.name, "is_whole": False, "code": error.code, "says": str(error)}
     row = {"folder": folder.name, "is_whole": True}

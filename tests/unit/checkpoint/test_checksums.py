@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 import os
 import random
 import sys
@@ -11,8 +11,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from trimtab.checkpoint import manifest
-from trimtab.checkpoint.manifest import FileBuffer, crc32_of_chunks
+from trimtab.checkpoint import atomic_directory
+from trimtab.checkpoint.atomic_directory import FileBuffer, crc32_of_chunks
 
 CONTENT = random.Random(0).randbytes(3_500_000)
 
@@ -50,7 +50,7 @@ def cut(size, chance, mean):
 @pytest.mark.parametrize("mean", [50, 10_000, 2_000_000])  # more pieces than a call takes; fewer; larger than one
 @pytest.mark.parametrize("chunk", [2**26, 1_200_001])
 def test_what_is_kept_is_the_file_and_its_sums_are_zlibs(path, monkeypatch, mean, chunk):
-    monkeypatch.setattr(manifest, "CHUNK_BYTES", chunk)
+    monkeypatch.setattr(atomic_directory, "CHUNK_BYTES", chunk)
     expected = tuple(f"{zlib.crc32(CONTENT[at : at + chunk]):08x}" for at in range(0, len(CONTENT), chunk))
     pieces, room = room_of(cut(len(CONTENT), random.Random(mean), mean))
     assert sums(path, len(CONTENT), room) == sums(path, len(CONTENT)) == expected
@@ -82,13 +82,13 @@ def test_a_file_that_ends_early(path):
 
 def test_without_the_faster_library_the_sums_are_the_same(path, monkeypatch):
     pytest.importorskip("zlib_ng")
-    assert manifest.crc32 is not zlib.crc32
+    assert atomic_directory.crc32 is not zlib.crc32
     expected = sums(path, len(CONTENT))
-    try:
-        with monkeypatch.context() as without:
-            without.setitem(sys.modules, "zlib_ng.zlib_ng", None)
-            importlib.reload(manifest)
-            assert manifest.crc32 is zlib.crc32
-            assert sums(path, len(CONTENT)) == expected
-    finally:
-        importlib.reload(manifest)
+    monkeypatch.setitem(sys.modules, "zlib_ng.zlib_ng", None)
+    spec = importlib.util.spec_from_file_location("without_zlib_ng", atomic_directory.__file__)
+    other = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, spec.name, other)  # dataclasses look their module up
+    spec.loader.exec_module(other)
+    assert other.crc32 is zlib.crc32
+    monkeypatch.setattr(atomic_directory, "crc32", other.crc32)
+    assert sums(path, len(CONTENT)) == expected

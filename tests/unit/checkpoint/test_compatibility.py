@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from trimtab.checkpoint.compatibility import changes, require_accepted, world_of
-from trimtab.checkpoint.config import Checkpoints
+from trimtab.checkpoint.config import Checkpoints, changes, require_accepted, world_of
 from trimtab.checkpoint.train_state import ModelState
 from trimtab.core.errors import TrimtabError
 from trimtab.plans.plan import Plan

@@ -6,6 +6,7 @@ import errno
 import os
 import shutil
 import signal
+import weakref
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,14 +18,13 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import trimtab
-from trimtab.checkpoint import atomic_directory, manager, rank_checkpoints, state_files
-from trimtab.checkpoint.atomic_directory import committed_folders
+from trimtab.checkpoint import atomic_directory, manager
+from trimtab.checkpoint.atomic_directory import committed_folders, manifest_of, run_metadata
 from trimtab.checkpoint.batch_size_log import BatchSizeLog
-from trimtab.checkpoint.compatibility import MUST_MATCH, class_of, device_of
-from trimtab.checkpoint.manifest import manifest_of, said_of
-from trimtab.checkpoint.rank_checkpoints import RankCommunication
+from trimtab.checkpoint.config import MUST_MATCH, class_of, device_of
+from trimtab.checkpoint.manager import RankCommunication
 from trimtab.checkpoint.run_lock import locked
-from trimtab.checkpoint.verified_read import VerifiedReader
+from trimtab.checkpoint.state_files import StateFiles
 from trimtab.core.errors import (
     DamagedError,
     FormatError,
@@ -99,7 +99,7 @@ def test_what_says_what_no_run_does_is_put_aside_and_the_one_before_gone_on_from
     loop = Loop(saved)
     assert loop.checkpoints.saved_samples() == 12
     with pytest.raises(DamagedError) as damaged:
-        said_of(saved / "step-4", manifest_of(saved / "step-4"))
+        run_metadata(saved / "step-4", manifest_of(saved / "step-4"))
     assert damaged.value.code in ("checkpoint.metadata_invalid", "checkpoint.manifest_invalid")
     assert damaged.value.field.endswith("step-4/manifest.json")
     with pytest.warns(UserWarning, match=r"step-4/manifest\.json.*step-3"), loop.start() as run:
@@ -286,18 +286,23 @@ def test_what_is_gone_on_from_is_what_was_verified(saved, tmp_path, monkeypatch)
         raise AssertionError("a file that was verified is read once more")
 
     expected = Loop(tmp_path / "other").train(6)[4:]
-    monkeypatch.setattr(state_files, "read_tensors", again)
-    monkeypatch.setattr(state_files, "_bytes_of", again)
+    monkeypatch.setattr(StateFiles, "read", again)
     assert Loop(saved).train(6) == expected
 
 
 def test_a_start_that_is_refused_holds_no_state(saved, monkeypatch):
-    once, loop = VerifiedReader(), Loop(saved)
-    monkeypatch.setattr(rank_checkpoints, "VerifiedReader", lambda: once)
+    loop, reads, held = Loop(saved), manager._contents, []
+
+    def contents(folder):
+        found = reads(folder)
+        held.append(weakref.ref(found[0]))
+        return found
+
+    monkeypatch.setattr(manager, "_contents", contents)
     loop.optimizer = torch.optim.RMSprop(loop.model.parameters())
     with raises(ValueGivenError, code="resume.optimizer_differs", field="resume: optimizer"):
         loop.start()
-    assert once.take(committed_folders(saved)[0]) is None
+    assert [each() for each in held] == [None]
 
 
 def test_nothing_whole_is_no_reason_to_begin_anew(saved):

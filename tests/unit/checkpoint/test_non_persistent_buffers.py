@@ -10,8 +10,8 @@ from raising import raises
 from torch import nn
 
 import trimtab
-from trimtab.checkpoint.manifest import prefix_of
-from trimtab.checkpoint.rank_checkpoints import RankCommunication
+from trimtab.checkpoint.atomic_directory import prefix_of
+from trimtab.checkpoint.manager import RankCommunication
 from trimtab.checkpoint.state_files import read_state, write_state
 from trimtab.checkpoint.train_state import hidden_of, loading_hidden
 from trimtab.core.errors import FormatError, ModelError

@@ -11,10 +11,12 @@ import pytest
 import torch
 from raising import raises
 
-from trimtab.checkpoint.manifest import prefix_of
-from trimtab.checkpoint.rank_checkpoints import RankCommunication, require_kept
+from trimtab.checkpoint.atomic_directory import prefix_of
+from trimtab.checkpoint.config import require_supported
+from trimtab.checkpoint.manager import RankCommunication
 from trimtab.checkpoint.state_files import digest_of, read_state, write_state
 from trimtab.core.errors import FormatError, RankError, ValueGivenError
+from trimtab.core.files import set_apart
 from trimtab.distributed.process_group import TIMEOUT_S, limited_to, time_limit_s
 from trimtab.integrations import trainer_rules
 from trimtab.plans.plan import Plan
@@ -30,13 +32,22 @@ def second(monkeypatch):
     return ranks, said
 
 
+@pytest.fixture
+def begun(tmp_path):
+    """Return the folder that rank 0 has made for a checkpoint."""
+    folder = set_apart(tmp_path / "step-1")
+    folder.mkdir()
+    return folder
+
+
 @pytest.mark.parametrize("where", ["", "elsewhere"])
 def test_no_rank_writes_where_it_was_not_told_to(second, tmp_path, monkeypatch, where):
     monkeypatch.chdir(tmp_path)
     ranks, said = second
+    monkeypatch.setattr("trimtab.checkpoint.manager.words_at_work", lambda make, topic: ["", make()])
     said.append(where)
     with raises(RankError, code="ranks.unexpected_message", field="rank 0"):
-        ranks.write(tmp_path, "step-1", {"weights": torch.ones(2)}, {"step": 1})
+        ranks.write(tmp_path / "step-1", {"weights": torch.ones(2)}, {"step": 1})
     assert list(tmp_path.iterdir()) == []
 
 
@@ -62,27 +73,27 @@ def test_ranks_that_are_added_have_random_numbers_of_their_own_and_the_same_each
 
 
 @pytest.mark.parametrize("is_alike", [True, False])
-def test_what_is_kept_too_is_written_once_where_it_is_alike_to_the_bit(second, tmp_path, monkeypatch, is_alike):
+def test_what_is_kept_too_is_written_once_where_it_is_alike_to_the_bit(second, tmp_path, begun, monkeypatch, is_alike):
     """An average of weights would else be there as often as there are ranks."""
     ranks, said = second
     first = {"mean": torch.zeros(2)}
     own = {"mean": torch.zeros(2) if is_alike else -torch.zeros(2)}
     words = {"also": digest_of(first)}
     monkeypatch.setattr(
-        "trimtab.checkpoint.rank_checkpoints.words_at_work",
+        "trimtab.checkpoint.manager.words_at_work",
         lambda make, topic: [words.get(topic.rpartition("/")[2], ""), make()],
     )
-    said.append(f"at {tmp_path}")
-    ranks.write(tmp_path, "step-1", {"data": torch.ones(1), "also": own}, {"step": 1})
-    assert ("also" in read_state(tmp_path, prefix_of(1))) is not is_alike
+    said.append(str(begun))
+    ranks.write(tmp_path / "step-1", {"data": torch.ones(1), "also": own}, {"step": 1})
+    assert ("also" in read_state(begun, prefix_of(1))) is not is_alike
 
 
-def test_what_is_kept_too_and_cannot_be_written_is_refused_as_it_is_written(second, tmp_path, monkeypatch):
+def test_what_is_kept_too_and_cannot_be_written_is_refused_as_it_is_written(second, tmp_path, begun, monkeypatch):
     ranks, said = second
-    monkeypatch.setattr("trimtab.checkpoint.rank_checkpoints.words_at_work", lambda make, topic: ["", make()])
-    said.append(f"at {tmp_path}")
+    monkeypatch.setattr("trimtab.checkpoint.manager.words_at_work", lambda make, topic: ["", make()])
+    said.append(str(begun))
     with raises(FormatError, code="state.unsupported_type", field="state['also']"):
-        ranks.write(tmp_path, "step-1", {"data": torch.ones(1), "also": {1}}, {"step": 1})
+        ranks.write(tmp_path / "step-1", {"data": torch.ones(1), "also": {1}}, {"step": 1})
 
 
 OWN = {"record": {"end": 2}, "also": {"of": 1}}
@@ -111,7 +122,7 @@ def test_ranks_that_are_a_part_of_the_job_are_refused(monkeypatch, world, is_ref
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: world)
     refused = raises(ValueGivenError, code="checkpoints.part_of_job", field="checkpoints")
     with refused if is_refused else contextlib.nullcontext() as caught:
-        require_kept(model, optimizer, Plan.fixed(4), part, background=False)
+        require_supported(model, optimizer, Plan.fixed(4), part, background=False)
     if caught is not None:
         assert (caught.value.got, caught.value.expected) == ("2 ranks", "4 ranks")
 
@@ -128,14 +139,18 @@ def limits(monkeypatch):
     def words_at_work(make, topic):
         return [from_first(make, topic)]
 
-    monkeypatch.setattr("trimtab.checkpoint.rank_checkpoints.from_first", from_first)
-    monkeypatch.setattr("trimtab.checkpoint.rank_checkpoints.words_at_work", words_at_work)
+    monkeypatch.setattr("trimtab.checkpoint.manager.from_first", from_first)
+    monkeypatch.setattr("trimtab.checkpoint.manager.words_at_work", words_at_work)
     return found
 
 
 def asked_of_all(ranks: RankCommunication) -> list[object]:
     ranks.num = 2
-    return [ranks.first(lambda: "there", "where"), ranks.each("word", "words"), ranks.together(lambda: 1, "made")]
+    return [
+        ranks.first(lambda: "there", "where"),
+        ranks.each(lambda: "word", "words"),
+        ranks.together(lambda: 1, "made"),
+    ]
 
 
 def test_a_hosts_checkpoints_wait_as_long_as_its_runs_do(limits, monkeypatch):

@@ -121,7 +121,7 @@ def kept(monkeypatch, window_s, windows, *, every_s=600.0):
             saves.append((window, now[0] - last_s))
             last_s = now[0]
             for each in both:
-                each.begun(window, is_saved=True)
+                each.begun(window)
     return saves, asked
 
 

@@ -9,9 +9,9 @@ import torch
 from raising import raises
 from torch import nn
 
-from trimtab.checkpoint import sharded_checkpoint
-from trimtab.checkpoint.rank_checkpoints import require_kept
-from trimtab.checkpoint.sharded_checkpoint import ShardedState, WithoutParameters, merge_shards
+from trimtab.checkpoint import train_state
+from trimtab.checkpoint.config import require_supported
+from trimtab.checkpoint.train_state import ShardedState, WithoutParameters, merge_shards
 from trimtab.core.errors import FormatError, ModelError, OptimizerError, ValueGivenError
 from trimtab.plans.plan import Plan
 
@@ -59,7 +59,7 @@ def test_types_that_torchs_writer_would_give_back_as_others_are_refused():
 )
 def test_state_that_is_not_cut_as_its_parameter_is_refused(shape, placements):
     """Ranks would write it one over the other, and all go on with that of one."""
-    from trimtab.checkpoint.sharded_checkpoint import _require_apart
+    from trimtab.checkpoint.train_state import _require_apart
 
     parameter = SimpleNamespace(placements=("cut",), shape=torch.Size((4, 3)))
     state = SimpleNamespace(shape=torch.Size(shape), dim=lambda: len(shape))
@@ -103,7 +103,7 @@ def test_a_model_of_another_type_is_refused(tmp_path, monkeypatch):
         name: SimpleNamespace(size=each.shape, properties=SimpleNamespace(dtype=each.dtype))
         for name, each in shards.tensors().items()
     }
-    monkeypatch.setattr(sharded_checkpoint, "stored_tensors", lambda folder: files)
+    monkeypatch.setattr(train_state, "stored_tensors", lambda folder: files)
     ShardedState(model, optimizer, tmp_path).loading(shards.state_dict())
     other, its = loop()
     other[2].double()
@@ -122,17 +122,17 @@ def test_what_ranks_said_of_their_shards_is_put_together():
 
 def test_files_that_are_no_shards_are_named(tmp_path):
     (tmp_path / "tensors.safetensors").write_bytes(b"not looked at")
-    assert dict(sharded_checkpoint.stored_tensors(tmp_path)) == {}
+    assert dict(train_state.stored_tensors(tmp_path)) == {}
     (tmp_path / "shard-00001-model-00001-of-00001.safetensors").write_bytes(b"no shard")
     with raises(FormatError, code="shards.unreadable"):
-        sharded_checkpoint.stored_tensors(tmp_path)
+        train_state.stored_tensors(tmp_path)
 
 
 def test_shards_are_not_written_beside_the_training():
     """In one process too: what is written would be the very tensors that are trained on."""
     model, optimizer = loop()
     alone = SimpleNamespace(num_ranks=1, has_peers=False)
-    require_kept(model, optimizer, Plan.fixed(4), alone, background=True)
+    require_supported(model, optimizer, Plan.fixed(4), alone, background=True)
     model.set_requires_gradient_sync = None  # as fully_shard leaves it
     with raises(ValueGivenError, code="checkpoints.background_unsupported", field="checkpoints.background"):
-        require_kept(model, optimizer, Plan.fixed(4), alone, background=True)
+        require_supported(model, optimizer, Plan.fixed(4), alone, background=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
@@ -17,14 +18,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from raising import raises
-from saving import gone_on_from, loaded, save
+from saving import gone_on_from, loaded, newest_good, save, write
 from torch import nn
 
-from trimtab.checkpoint import atomic_directory, manifest, verified_read
-from trimtab.checkpoint.atomic_directory import newest_good, verify, write_manifest
-from trimtab.checkpoint.manifest import NAME, TENSORS, TREE, FileBuffer
-from trimtab.checkpoint.state_files import Packer, digest_of, read_state, snapshot, write_state
-from trimtab.checkpoint.verified_read import VerifiedReader
+from trimtab.checkpoint import atomic_directory, state_files
+from trimtab.checkpoint.atomic_directory import NAME, TENSORS, TREE, FileBuffer, verify, write_manifest
+from trimtab.checkpoint.state_files import Packer, StateFiles, digest_of, read_state, snapshot, write_state
 from trimtab.core.errors import DamagedError, DependencyError, FormatError, SaveError
 
 BITS = torch.tensor(range(256), dtype=torch.uint8)
@@ -288,7 +287,7 @@ def test_without_the_library_the_way_out_is_said(tmp_path, monkeypatch):
 
 def test_tensors_that_were_met_keep_their_addresses():
     packer = Packer()
-    names = {json.dumps(packer.leaf(torch.full((64,), float(i)), "state")) for i in range(50)}
+    names = {json.dumps(packer.pack(torch.full((64,), float(i)))) for i in range(50)}
     assert len(names) == len(packer.tensors) == 50
     assert sorted(float(each[0]) for each in packer.tensors.values()) == [*map(float, range(50))]
 
@@ -300,10 +299,9 @@ def folder_of(path, state, step=1):
     return path
 
 
-def taken(folder):
-    once = VerifiedReader()
-    once.verify(folder)
-    return once.take(folder)
+def verified(folder):
+    """Return the state of a folder, as it was verified."""
+    return read_state(folder, files=StateFiles.verified(folder))
 
 
 def forged(folder, content):
@@ -321,10 +319,10 @@ def test_every_bit_of_every_type_and_size(tmp_path):
     state |= {"truth": torch.tensor([True, False, True]), "none": torch.ones(3, 0), "one": torch.tensor(2.5)}
     state |= {f"odd {size}": torch.arange(size, dtype=torch.uint8) for size in range(1, 20)}
     folder = folder_of(tmp_path / "step-1", state)
-    files, expected = taken(folder), read_state(folder)
+    files, expected = StateFiles.verified(folder), read_state(folder)
     for name in (TENSORS, TREE):
         (folder / name).unlink()  # what was verified is what counts, whatever becomes of the files
-    found = read_state(folder, taken=files)
+    found = read_state(folder, files=files)
     assert found.keys() == expected.keys() == state.keys()
     for name, each in state.items():
         assert_same(found[name], each)
@@ -334,13 +332,13 @@ def test_every_bit_of_every_type_and_size(tmp_path):
 def test_thousands_of_tensors(tmp_path):
     state = [torch.full((index % 7,), float(index)) for index in range(3_000)]
     folder = folder_of(tmp_path / "step-1", state)
-    for found, expected in zip(read_state(folder, taken=taken(folder)), state, strict=True):
+    for found, expected in zip(verified(folder), state, strict=True):
         assert_same(found, expected)
 
 
 def test_each_tensor_has_memory_of_its_own(tmp_path):
     folder = folder_of(tmp_path / "step-1", {"a": torch.ones(1000), "b": torch.ones(10)})
-    for tensor in read_state(folder, taken=taken(folder)).values():
+    for tensor in verified(folder).values():
         assert tensor.untyped_storage().nbytes() == tensor.nbytes  # one that is kept does not keep the others
         assert tensor.data_ptr() % 64 == 0  # as any other: how sums are rounded may hang upon it
 
@@ -348,38 +346,25 @@ def test_each_tensor_has_memory_of_its_own(tmp_path):
 def test_the_default_device_is_nothing_to_it(tmp_path):
     folder = folder_of(tmp_path / "step-1", {"a": torch.ones(4)})
     with torch.device("meta"):
-        files = taken(folder)
-    assert torch.equal(read_state(folder, taken=files)["a"], torch.ones(4))
-
-
-def test_it_is_given_once_and_of_the_folder_that_was_verified_last(tmp_path):
-    one, two = (folder_of(tmp_path / f"step-{step}", {"a": torch.ones(4)}, step) for step in (1, 2))
-    once = VerifiedReader()
-    assert once.take(one) is None
-    once.verify(one)
-    once.verify(two)
-    assert once.take(one) is None
-    once.verify(two)
-    assert once.take(two) is not None
-    assert once.take(two) is None
+        files = StateFiles.verified(folder)
+    assert torch.equal(read_state(folder, files=files)["a"], torch.ones(4))
 
 
 def test_nothing_is_to_be_had_of_what_was_damaged(tmp_path):
     for step in (1, 2):
         save(tmp_path, step)
-    folder, once = tmp_path / "step-2", VerifiedReader()
+    folder = tmp_path / "step-2"
     for name in (TENSORS, TREE, "shard.bin"):
         content = (folder / name).read_bytes()
         (folder / name).write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
         with raises(DamagedError, code="checkpoint.checksum_differs", field=str(folder / name)):
-            once.verify(folder)
-        assert once.take(folder) is None
+            StateFiles.verified(folder)
         assert gone_on_from(tmp_path)[0] == 1
         (folder / name).write_bytes(content)
 
 
 def test_what_cannot_be_read_holds_no_memory(tmp_path, monkeypatch):
-    monkeypatch.setattr(manifest, "CHUNK_BYTES", 4096)  # so that threads read it
+    monkeypatch.setattr(atomic_directory, "CHUNK_BYTES", 4096)  # so that threads read it
     for step in (1, 2):
         save(tmp_path, step)
     rooms, whole = [], os.preadv
@@ -394,14 +379,13 @@ def test_what_cannot_be_read_holds_no_memory(tmp_path, monkeypatch):
             raise OSError(errno.EIO, "Input/output error")
         return whole(descriptor, pieces, at)
 
-    monkeypatch.setattr(verified_read, "FileBuffer", room)
+    monkeypatch.setattr(state_files, "FileBuffer", room)
     monkeypatch.setattr(os, "preadv", broken)
-    once = VerifiedReader()
-    good = newest_good(tmp_path, verifies=once.verify)
+    good = atomic_directory.newest_good(tmp_path, StateFiles.verified)
     ((folder, error),) = good.refused  # which a run holds as long as it lasts
     assert folder.name == "step-2"
     assert "Input/output error" in str(error)
-    assert loaded(good.folder, once.take(good.folder)) == 1
+    assert loaded(good.folder, good.contents) == 1
     assert [*filter(None, (each() for each in rooms))] == []
     assert rooms
 
@@ -417,11 +401,12 @@ def test_a_file_that_is_another_by_now_is_not_what_counts(tmp_path, monkeypatch,
         if path.name == TENSORS:
             (other / TENSORS).rename(path)
 
+    @contextlib.contextmanager
     def opened(path):
-        found = opens(path)
-        if swapped == "before":
-            swap(path)
-        return found
+        with opens(path) as found:
+            if swapped == "before":
+                swap(path)
+            yield found
 
     def summed(descriptor, *rest):
         if swapped == "after":
@@ -430,7 +415,7 @@ def test_a_file_that_is_another_by_now_is_not_what_counts(tmp_path, monkeypatch,
 
     monkeypatch.setattr(atomic_directory, "open_file", opened)
     monkeypatch.setattr(atomic_directory, "crc32_of_chunks", summed)
-    found = read_state(folder, taken=taken(folder))
+    found = verified(folder)
     assert (found["a"][0], found["b"][0]) == (1, 2)
 
 
@@ -442,7 +427,7 @@ def test_a_head_that_changes_while_it_is_read_is_refused(tmp_path, monkeypatch):
 
     monkeypatch.setattr(os, "pread", other)
     with raises(DamagedError, code="checkpoint.checksum_differs"):
-        VerifiedReader().verify(folder)
+        StateFiles.verified(folder)
 
 
 def one(shape, size=0, dtype="F32", **more):
@@ -482,27 +467,20 @@ def test_what_is_no_file_of_tensors_is_refused_as_it_is_without(tmp_path, conten
     (folder / TENSORS).write_bytes(content.ljust(size, b"1")[:size])  # looked into, as it has the size
     assert gone_on_from(tmp_path)[0] == 1
     forged(folder, content)
-    assert taken(folder) is None
-    with pytest.raises(FormatError):
-        read_state(folder)
+    for read in (verified, read_state):
+        with raises(FormatError, code="state.unreadable"):
+            read(folder)
 
 
 @pytest.mark.parametrize("content", [*BOMBS.values(), *ODD.values()], ids=[*BOMBS, *ODD])
 def test_no_memory_is_asked_for_by_what_is_odd(tmp_path, monkeypatch, content):
     """Of heads alone that say more than there is, or otherwise; what has no elements takes none."""
     asked = []
-    monkeypatch.setattr(verified_read, "_without_values", lambda said: asked.append(said["shape"]) or torch.empty(0))
+    monkeypatch.setattr(state_files, "_without_values", lambda said: asked.append(said["shape"]) or torch.empty(0))
     folder = save(tmp_path, 1)
     forged(folder, content)
-    VerifiedReader().verify(folder)
+    StateFiles.verified(folder)
     assert all(0 in shape for shape in asked)
-
-
-def test_memory_for_another_size_is_refused(tmp_path):
-    folder = save(tmp_path, 1)
-    for size in (10, 100_000):
-        with pytest.raises(ValueError, match=f"{size} bytes"):
-            verify(folder, lambda name, descriptor, _, size=size: FileBuffer([memoryview(bytearray(size))]))
 
 
 def test_what_was_refused_holds_none_of_those_that_called(tmp_path):
@@ -510,9 +488,9 @@ def test_what_was_refused_holds_none_of_those_that_called(tmp_path):
         save(tmp_path, step)
     (tmp_path / "step-2" / TREE).write_bytes(b"{}")
     (tmp_path / "step-1" / NAME).write_bytes(b"{}")
-    for refused in newest_good(tmp_path).refused:
-        assert refused.error.__traceback__ is None
-        assert refused.error.__context__ is None
+    for _, error in newest_good(tmp_path).refused:
+        assert error.__traceback__ is None
+        assert error.__context__ is None
 
 
 def test_what_the_library_writes_beside_the_tensors_is_passed_over(tmp_path):
@@ -520,10 +498,11 @@ def test_what_the_library_writes_beside_the_tensors_is_passed_over(tmp_path):
     content = (folder / TENSORS).read_bytes()
     said = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
     forged(folder, header({"__metadata__": {"format": "pt"}} | said, content[-8:]))
-    assert torch.equal(read_state(folder, taken=taken(folder))["a"], torch.ones(2))
+    assert torch.equal(verified(folder)["a"], torch.ones(2))
 
 
 def test_a_folder_without_a_state_is_verified_all_the_same(tmp_path):
-    folder = atomic_directory.write(tmp_path, "step-1", lambda it: (it / "x").write_bytes(b"1") and None, {"step": 1})
-    assert VerifiedReader().verify(folder) == verify(folder)
-    assert taken(folder) is None
+    folder = write(tmp_path, "step-1", lambda it: (it / "x").write_bytes(b"1"), {"step": 1})
+    assert StateFiles.verified(folder).manifest == verify(folder)
+    with raises(FormatError, code="state.unreadable"):
+        verified(folder)

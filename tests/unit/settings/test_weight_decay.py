@@ -10,7 +10,7 @@ from raising import raises
 from torch import Tensor, nn
 
 import trimtab
-from trimtab.checkpoint.compatibility import changes, world_of
+from trimtab.checkpoint.config import changes, world_of
 from trimtab.core.errors import OptimizerError, ValueGivenError
 from trimtab.integrations.trainer_rules import checked_plan
 from trimtab.plans.plan import Plan
