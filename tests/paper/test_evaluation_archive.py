@@ -13,6 +13,10 @@ from pathlib import Path
 import pytest
 from raising import raises
 
+from benchmarks.paper import evaluation, evaluation_record
+from benchmarks.paper import evaluation_archive as archive
+from benchmarks.paper.evaluation_archive import archive_of, summary_of, unpack_all
+from benchmarks.paper.evaluation_slices import Ran, slices
 from trimtab.core.errors import FormatError
 from trimtab.core.serialization import to_json
 
@@ -28,18 +32,6 @@ FILES = {
 }
 
 
-@pytest.fixture(autouse=True)
-def benchmarks(monkeypatch):
-    monkeypatch.syspath_prepend(ROOT)
-
-
-@pytest.fixture
-def archive():
-    from benchmarks.paper import evaluation_archive
-
-    return evaluation_archive
-
-
 def write(folder: Path, files: dict[str, str]) -> None:
     for name, text in files.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -51,7 +43,7 @@ def read(folder: Path) -> dict[str, str]:
 
 
 @pytest.fixture
-def root(archive, tmp_path):
+def root(tmp_path):
     """Return a checkout with one archived evaluation."""
     folder, packed = archive.folder_of(tmp_path, NAME), archive.archive_of(tmp_path, NAME)
     write(folder, FILES)
@@ -60,7 +52,7 @@ def root(archive, tmp_path):
     return tmp_path
 
 
-def test_a_checkout_without_the_folder_gets_the_same_files(archive, root):
+def test_a_checkout_without_the_folder_gets_the_same_files(root):
     folder = archive.folder_of(root, NAME)
     shutil.rmtree(root / "runs")
     assert archive.unpack_all(root) == [folder]
@@ -68,7 +60,7 @@ def test_a_checkout_without_the_folder_gets_the_same_files(archive, root):
     assert archive.is_packed(folder, archive.archive_of(root, NAME))
 
 
-def test_an_archive_that_was_unpacked_or_packed_is_not_unpacked_again(archive, root):
+def test_an_archive_is_unpacked_once_with_the_same_files(root):
     folder, packed = archive.folder_of(root, NAME), archive.archive_of(root, NAME)
     assert not archive.unpack(packed, folder)
     (folder / "run" / "report.json").write_text("a new result")  # not packed yet
@@ -79,7 +71,7 @@ def test_an_archive_that_was_unpacked_or_packed_is_not_unpacked_again(archive, r
     assert not archive.unpack(packed, folder)
 
 
-def test_equal_files_yield_equal_bytes(archive, root, tmp_path):
+def test_equal_files_yield_equal_bytes(root, tmp_path):
     other = tmp_path / "elsewhere" / NAME
     write(other, dict(reversed(FILES.items())))
     for path in other.rglob("*"):
@@ -97,10 +89,7 @@ def test_equal_files_yield_equal_bytes(archive, root, tmp_path):
     records = ["done/one.json", "machine.json", "run/race-0/plan.jsonl", "run/report.json"]
     names = [each.name.removeprefix(f"{NAME}/") for each in members]
     assert names == [*records, "evaluation.md", "summary.json"]
-
-
-def test_a_page_leaves_the_beginning_of_the_archive_equal(archive, root, tmp_path):
-    """The content of a compressed stream begins with all records, so that git stores only its end again."""
+    # The content of a compressed stream begins with all records, so that git stores only its end again.
     folder, packed = archive.folder_of(root, NAME), archive.archive_of(root, NAME)
     before = lzma.decompress(packed.read_bytes())
     write(folder, {"evaluation.md": "# Another page\n"})
@@ -111,7 +100,7 @@ def test_a_page_leaves_the_beginning_of_the_archive_equal(archive, root, tmp_pat
     assert before[:same].count(b"report.json") == 1
 
 
-def test_a_new_archive_replaces_its_files_and_keeps_those_of_an_interrupted_slice(archive, root):
+def test_a_new_archive_replaces_its_files_and_keeps_those_of_an_interrupted_slice(root):
     folder, packed = archive.folder_of(root, NAME), archive.archive_of(root, NAME)
     old = packed.read_bytes()
     (folder / "run" / "report.json").unlink()
@@ -157,7 +146,7 @@ def tar_of(name: str, kind: bytes = tarfile.REGTYPE, link: str = "") -> bytes:
         b"",
     ],
 )
-def test_members_outside_the_folder_and_damaged_archives_are_refused(archive, root, data):
+def test_members_outside_the_folder_and_damaged_archives_are_refused(root, data):
     folder, packed = archive.folder_of(root, NAME), archive.archive_of(root, NAME)
     good = packed.read_bytes()
     for wrong in (data, good[: len(good) // 2]):
@@ -169,11 +158,8 @@ def test_members_outside_the_folder_and_damaged_archives_are_refused(archive, ro
         assert not list(root.rglob("evil"))
 
 
-def test_an_evaluation_resumes_from_its_archive(archive, monkeypatch, tmp_path):
+def test_an_evaluation_resumes_from_its_archive(monkeypatch, tmp_path):
     """A new checkout finds completed slices done; another completed slice is packed."""
-    from benchmarks.paper import evaluation
-    from benchmarks.paper.evaluation_slices import Ran, slices
-
     monkeypatch.setattr(evaluation, "ROOT", tmp_path)
     found = slices("cpu")
     first, second = (each for each in found if each.name in ("monitor", "no-harm"))
@@ -206,9 +192,6 @@ def test_an_evaluation_resumes_from_its_archive(archive, monkeypatch, tmp_path):
 
 
 def test_the_compact_record_has_the_goals_and_the_figures_without_their_pairs():
-    from benchmarks.paper import evaluation_record
-    from benchmarks.paper.evaluation_archive import archive_of, summary_of, unpack_all
-
     found = {
         folder.name: json.loads(summary_of(archive_of(ROOT, folder.name)).read_text()) for folder in unpack_all(ROOT)
     }

@@ -19,10 +19,17 @@ import pytest
 import torch
 import typer
 from call_counts import OutOfReach
+from measured_runs import CPU, GAIN, ablation, arm, around, comparison, scaled
 from raising import raises
 from torch.nn import functional as F
 
-from benchmarks.paper import results
+from benchmarks import advice_figures, evaluation_figures
+from benchmarks.paper import evaluation, goals, results
+from benchmarks.paper import evaluation_gpu_tasks as timed
+from benchmarks.paper import evaluation_slices as listed
+from benchmarks.paper.claims import IMAGES, TOKENS
+from benchmarks.paper.evaluation_archive import archive_of, folder_of, pack, unpack_all, unpacked
+from benchmarks.paper.evaluation_slices import Ran
 from benchmarks.paper.findings import of_comparison
 from benchmarks.paper.judge import judge_goals
 from benchmarks.paper.resnet50 import bottleneck_resnet
@@ -34,6 +41,7 @@ from trimtab.core.errors import FormatError, ValueGivenError
 from trimtab.core.recompute_schedule import schedule_of
 from trimtab.core.serialization import read_json, to_json
 from trimtab.experiments.ablation.ablation_design import changes_of
+from trimtab.experiments.comparison.comparison_result import RatioRow
 from trimtab.experiments.task_plans import require_fits
 from trimtab.experiments.task_ranks import task_of_rank
 from trimtab.losses import Summed
@@ -47,38 +55,8 @@ ROOT = Path(__file__).parents[2]
 HERE = {"cpu": "AMD EPYC Processor avx2", "cpu_cores": "2", "os": "Linux", "sources": "abc"}
 
 
-@pytest.fixture(autouse=True)
-def benchmarks(monkeypatch):
-    monkeypatch.syspath_prepend(ROOT)
-    monkeypatch.syspath_prepend(ROOT / "tests" / "unit" / "experiments")
-
-
-@pytest.fixture
-def evaluation():
-    from benchmarks.paper import evaluation
-
-    return evaluation
-
-
-@pytest.fixture
-def listed():
-    from benchmarks.paper import evaluation_slices
-
-    return evaluation_slices
-
-
-@pytest.fixture
-def goals():
-    from benchmarks.paper import goals
-
-    return goals
-
-
-# What is listed.
-
-
 @pytest.mark.parametrize("size", ["cpu", "gpu", "tiny"])
-def test_slices_are_named_once_and_fit_their_minutes(listed, size):
+def test_slices_are_named_once_and_fit_their_minutes(size):
     found = listed.slices(size)
     assert len({each.name for each in found}) == len(found) > 3
     assert all(each.minutes <= listed.MINUTES[size] for each in found)
@@ -87,7 +65,7 @@ def test_slices_are_named_once_and_fit_their_minutes(listed, size):
 
 
 @pytest.mark.parametrize("size", ["cpu", "gpu", "tiny"])
-def test_every_slice_is_a_command_that_exists(listed, size):
+def test_every_slice_is_a_command_that_exists(size):
     known = typer.main.get_command(app).commands
     for each in listed.slices(size):
         name, *rest = each.command
@@ -103,7 +81,7 @@ def test_every_slice_is_a_command_that_exists(listed, size):
         assert parsed.get("out") in (None, Path(each.result if each.writes_file else each.folder))
 
 
-def test_what_goes_on_in_one_folder_differs_in_the_number_of_races_alone(listed):
+def test_slices_and_goals_belong_together():
     counted = {"--pairs", "--whole", "--seeds", "--rounds"}
     for size in ("cpu", "gpu"):
         commands: dict[str, set[tuple[str, ...]]] = {}
@@ -111,31 +89,32 @@ def test_what_goes_on_in_one_folder_differs_in_the_number_of_races_alone(listed)
             kept = [p for i, p in enumerate(each.command) if p not in counted and each.command[i - 1] not in counted]
             commands.setdefault(each.folder, set()).add(tuple(kept))
         assert all(len(found) == 1 for found in commands.values())
-
-
-def test_every_goal_is_of_something_that_is_run(listed, goals):
     for goal in goals.GOALS:
         found = listed.slices(goal.size)
         assert any(goal.run in (each.folder, each.result) for each in found), goal.says
     assert {goal.size for goal in goals.GOALS} == {"cpu", "gpu"}
+    # One that is not has no row of its claims.
+    known = {*IMAGES.tasks, *IMAGES.smaller, *TOKENS.tasks, *TOKENS.smaller}
+    raced = {each.command[1] for each in listed.slices("cpu") if each.command[0] in ("compare", "ablate", "scale")}
+    tasks = {task.replace(listed.TASKS, str(ROOT / "benchmarks" / "paper" / "evaluation_tasks.py")) for task in raced}
+    # Of no claim: steps that are short enough for all that a tuned plan tries, and little data for many epochs.
+    of_no_claim = {"digits_resnet", "repeated_gpt"}
+    assert {load_task(task).name for task in tasks} <= known | of_no_claim
+    assert len(tasks) > 5
 
 
 def step_of_p0(kind: str) -> tuple[float, float]:
     """Return the seconds of P0's step on the H200, and those of planning beside it, as they were measured."""
-    from benchmarks.paper.evaluation_archive import unpacked
-
     found = json.loads((unpacked(ROOT, "evaluation-h200-x1") / f"{kind}-timed/report.json").read_text())
     (reference,) = (arm for arm in found["arms"] if arm["name"] == "reference")
     return statistics.median(reference["step_s"]), found["planning_s"]
 
 
-def test_times_that_are_asked_for_are_in_reach_of_their_slices(listed, goals):
+def test_times_that_are_asked_for_are_in_reach_of_their_slices():
     """In long slices a reference trains, by its speed, for as many times what planning and two minutes take.
 
     Two minutes: of what the tuned plan tries, and of its training. In nine minutes there is a bound.
     """
-    from benchmarks.paper import evaluation_gpu_tasks as timed
-
     tasks = {"resnet": (timed.resnet50_timed, 90), "gpt2": (timed.gpt2_timed, 150)}
     for goal in (each for each in goals.GOALS if each.size == "gpu" and each.measure == "time_to_target"):
         task, long = tasks[goal.run.partition("-")[0]]
@@ -151,9 +130,6 @@ def test_times_that_are_asked_for_are_in_reach_of_their_slices(listed, goals):
     for task, per_s, every_s in ((timed.gpt2_timed, 370e3 / 1024, 5), (timed.resnet50_timed, 15e3, 4)):
         assert task.eval_every_samples / per_s < every_s
         assert task.budget_samples % task.eval_every_samples == task.adapted_samples % task.eval_every_samples == 0
-
-
-# Running.
 
 
 @pytest.fixture
@@ -177,14 +153,14 @@ def program(tmp_path):
 
 
 @pytest.fixture
-def place(evaluation, tmp_path):
+def place(tmp_path):
     folder = tmp_path / "results"
     evaluation.claim(folder, HERE)
     return evaluation.Place(folder, dict(HERE))
 
 
 @pytest.fixture
-def made(listed, program):
+def made(program):
     def make(name: str, end: str = "write", needs: tuple[str, ...] = (), *, result: str = ""):
         result = result or f"{name}.json"
         return listed.Slice(name, "says", (program, end, result), result, 1, needs, prints=end == "print")
@@ -192,7 +168,7 @@ def made(listed, program):
     return make
 
 
-def outcomes(evaluation, found, place, limit_s=30.0, most=None):
+def outcomes(found, place, limit_s=30.0, most=None):
     lines = list(evaluation.run_slices(found, replace(place, limit_s=limit_s), most))
     return [line.partition(": ")[2].partition(",")[0] for line in lines[1::2]]
 
@@ -202,10 +178,10 @@ def ran(place):
     return path.read_text().split() if path.exists() else []
 
 
-def test_a_slice_is_run_once_and_written_down_whole(evaluation, place, made):
+def test_a_slice_is_run_once_and_another_process_goes_on(place, made):
     found = [made("one"), made("two", "print")]
-    assert outcomes(evaluation, found, place) == ["run", "run"]
-    assert outcomes(evaluation, found, place) == []
+    assert outcomes(found, place) == ["run", "run"]
+    assert outcomes(found, place) == []
     assert ran(place) == ["one.json", "two.json"]
     assert json.loads((place.folder / "two.json").read_text()) == {"rows": []}
     written = read_json(evaluation.Ran, place.ran(found[0]))
@@ -213,31 +189,31 @@ def test_a_slice_is_run_once_and_written_down_whole(evaluation, place, made):
     assert not list(place.folder.rglob("*.partial"))
 
 
-def test_another_process_goes_on_where_the_last_one_stopped(evaluation, place, made):
+def test_another_process_goes_on_where_the_last_one_stopped(place, made):
     found = [made(name) for name in ("one", "two", "three")]
-    assert outcomes(evaluation, found, place, most=2) == ["run", "run"]
+    assert outcomes(found, place, most=2) == ["run", "run"]
     assert [place.state(each)[0] for each in found] == ["done", "done", "to do"]
-    assert outcomes(evaluation, found, place, most=2) == ["run"]
+    assert outcomes(found, place, most=2) == ["run"]
     assert ran(place) == ["one.json", "two.json", "three.json"]
 
 
-def test_what_was_measured_with_other_sources_is_stale_and_not_run_again(evaluation, place, made):
+def test_what_was_measured_with_other_sources_is_stale_and_not_run_again(place, made):
     one = made("one")
-    outcomes(evaluation, [one], place)
+    outcomes([one], place)
     later = replace(place, environment=HERE | {"sources": "def"})
     assert later.state(one) == ("stale", "measured with sources abc, now def")
     assert place.state(replace(one, command=(*one.command, "more"))) == ("stale", "its command has changed")
-    assert outcomes(evaluation, [one], later) == []
+    assert outcomes([one], later) == []
     said = list(evaluation.text(evaluation.summary("tiny", [one], later)))
     assert said == ["slices: 1 stale", "stale: one, measured with sources abc, now def"]
 
 
-def test_a_slice_that_is_ended_in_vain_is_not_begun_again_before_it_may_take_longer(evaluation, place, made):
+def test_a_slice_that_is_ended_in_vain_is_not_begun_again_before_it_may_take_longer(place, made):
     found = [made("slow", "slow", result="same/a"), made("after", result="same/b"), made("other")]
     (place.folder / "same").mkdir()
     tight = replace(place, limit_s=1.5)
-    assert outcomes(evaluation, found[:2], place, limit_s=1.5) == ["cut off"]  # what shares its folder waits too
-    assert outcomes(evaluation, found, place, limit_s=1.5) == ["run"]  # as it does in a later run
+    assert outcomes(found[:2], place, limit_s=1.5) == ["cut off"]  # what shares its folder waits too
+    assert outcomes(found, place, limit_s=1.5) == ["run"]  # as it does in a later run
     assert ran(place) == ["same/a", "other.json"]
     assert [tight.state(each)[0] for each in found] == ["cut off", "to do", "done"]
     said = list(evaluation.text(evaluation.summary("tiny", found, tight)))
@@ -246,11 +222,11 @@ def test_a_slice_that_is_ended_in_vain_is_not_begun_again_before_it_may_take_lon
     longer = replace(place, limit_s=60.0)
     assert longer.state(found[0])[0] == "to do"
     fast = replace(found[0], command=(found[0].command[0], "write", "same/a"))
-    assert outcomes(evaluation, [fast, found[1]], place, limit_s=60.0) == ["run", "run"]
+    assert outcomes([fast, found[1]], place, limit_s=60.0) == ["run", "run"]
     assert not list(place.folder.glob("cut/*"))
 
 
-def test_a_slice_that_leaves_something_to_go_on_from_stays_to_do_while_it_does(evaluation, place, made):
+def test_a_slice_that_leaves_something_to_go_on_from_stays_to_do_while_it_does(place, made):
     """Started again, what finds a race more each time gets to its end; a file that says whose it is is no race."""
     each = made("slow", "grow", result="same/a")
     (place.folder / "same").mkdir()
@@ -262,7 +238,7 @@ def test_a_slice_that_leaves_something_to_go_on_from_stays_to_do_while_it_does(e
     assert ran(place) == ["same/a"] * 3  # the third left what was there before
 
 
-def test_what_a_slice_takes_is_what_it_took_here(evaluation, place, made):
+def test_what_a_slice_takes_is_what_it_took_here(place, made):
     declared, twelfth = made("races-3", result="races/report.json"), made("races-12", result="races/report.json")
     plans = made("races-plans", result="races/report.json")
     assert place.minutes(declared) == declared.minutes == 1
@@ -280,10 +256,8 @@ def test_what_a_slice_takes_is_what_it_took_here(evaluation, place, made):
     assert list(evaluation.listed([declared, twelfth], place))[-1].endswith("about 10 minutes are left to do here")
 
 
-def test_what_a_slice_is_declared_to_take_is_about_what_it_took(listed):
+def test_what_a_slice_is_declared_to_take_is_about_what_it_took():
     """Of every slice of which a record is kept; one that ends much sooner does no harm."""
-    from benchmarks.paper.evaluation_archive import unpack_all
-
     every = {each.name: each for each in listed.slices("cpu")}
     folders = [folder for folder in unpack_all(ROOT) if folder.name.endswith("core")]
     assert len(folders) == 3
@@ -292,18 +266,15 @@ def test_what_a_slice_is_declared_to_take_is_about_what_it_took(listed):
         assert {name: s for name, s in took.items() if s > 1.3 * 60 * every[name].minutes} == {}
 
 
-def test_a_slice_that_fails_says_why(evaluation, place, made):
+def test_a_slice_that_fails_says_why_and_ends_no_other(place, made):
     lines = list(evaluation.run_slices([made("bad", "fail"), made("empty", "nothing")], place))
     assert lines[1] == "bad: failed, no luck"
     assert lines[3] == "empty: failed, it left no empty.json"
     assert not (place.folder / "done").exists()
-
-
-def test_a_slice_that_needs_the_peak_of_an_arm_that_failed_ends_no_other(evaluation, listed, place, made):
     (place.folder / "arm.json").write_text('{"peak_bytes": null}')
     half = listed.Slice("half", "", ("compare", "x", "--memory", f"{listed.HALF}arm.json"), "half/report.json", 1)
-    assert outcomes(evaluation, [half, made("next")], place) == ["failed", "run"]
-    assert ran(place) == ["next.json"]
+    assert outcomes([half, made("next")], place) == ["failed", "run"]
+    assert ran(place) == ["bad.json", "empty.json", "next.json"]
 
 
 def test_what_it_started_ends_with_it(tmp_path):
@@ -333,11 +304,11 @@ def wait_for(what, limit_s: float = 60.0):
     return found
 
 
-def test_what_is_not_here_is_not_tried(evaluation, place, made):
+def test_what_is_not_here_is_not_tried(place, made):
     needs = ("gpu", "4 gpus", "meter", "bf16", "command ablate", "first.json")
     found = [made(f"needs-{number}", needs=(need,)) for number, need in enumerate(needs)]
     assert [place.state(each) for each in found] == [("cannot run here", f"needs {need}") for need in needs]
-    assert outcomes(evaluation, found, place) == []
+    assert outcomes(found, place) == []
     (place.folder / "first.json").write_text("{}")
     half = place.environment | {"cpu": "Xeon amx_bf16"}
     more = replace(place, num_gpus=4, has_meter=True, commands=("ablate",), environment=half)
@@ -345,7 +316,13 @@ def test_what_is_not_here_is_not_tried(evaluation, place, made):
     assert replace(more, num_gpus=2).state(found[1])[0] == "cannot run here"
 
 
-def test_a_machine_has_a_folder_of_its_own(evaluation, place):
+def test_a_machine_has_a_folder_of_its_own(tmp_path, place):
+    hosts = [HERE | {"gpu": "NVIDIA H200", "cpu": name} for name in ("EPYC avx2", "Xeon amx_bf16", "EPYC avx512f")]
+    folders = [tmp_path / name for name in ("h200-x1", "h200-x1-2", "h200-x1-3")]
+    for host, folder in zip(hosts, folders, strict=True):
+        assert evaluation.own_folder(folders[0], host) == folder
+        evaluation.claim(folder, host)
+    assert [evaluation.own_folder(folders[0], host) for host in hosts] == folders  # each goes on where it was
     evaluation.claim(place.folder, HERE | {"sources": "def"})  # other sources are no other machine
     with raises(FormatError, code="format.invalid"):
         evaluation.claim(place.folder, HERE | {"cpu_cores": "16", "gpu": "NVIDIA H200"})
@@ -358,16 +335,7 @@ def test_a_machine_has_a_folder_of_its_own(evaluation, place):
     assert evaluation.slug({"cpu": "Intel(R) Xeon(R) CPU", "gpu": "NVIDIA H200"}, 1) == "h200-x1"
 
 
-def test_gpus_of_one_kind_in_another_host_have_a_folder_beside_the_first(evaluation, tmp_path):
-    hosts = [HERE | {"gpu": "NVIDIA H200", "cpu": name} for name in ("EPYC avx2", "Xeon amx_bf16", "EPYC avx512f")]
-    folders = [tmp_path / name for name in ("h200-x1", "h200-x1-2", "h200-x1-3")]
-    for host, folder in zip(hosts, folders, strict=True):
-        assert evaluation.own_folder(folders[0], host) == folder
-        evaluation.claim(folder, host)
-    assert [evaluation.own_folder(folders[0], host) for host in hosts] == folders  # each goes on where it was
-
-
-def ran_as(evaluation, monkeypatch, capsys, *arguments):
+def ran_as(monkeypatch, capsys, *arguments):
     """Return what the script says where it ends with an error, and prints where it does not."""
     monkeypatch.setattr(sys, "argv", ["evaluation.py", *map(str, arguments)])
     try:
@@ -378,27 +346,20 @@ def ran_as(evaluation, monkeypatch, capsys, *arguments):
 
 
 @pytest.mark.parametrize("most", ["0", "-3"])
-def test_no_number_of_slices_below_one_is_taken(evaluation, monkeypatch, capsys, tmp_path, most):
-    said = ran_as(evaluation, monkeypatch, capsys, "--size", "tiny", "--most", most, "--folder", tmp_path / "new")
+def test_no_number_of_slices_below_one_is_taken(monkeypatch, capsys, tmp_path, most):
+    said = ran_as(monkeypatch, capsys, "--size", "tiny", "--most", most, "--folder", tmp_path / "new")
     assert said.startswith("evaluation: --most")
     assert "a whole number >= 1" in said
     assert not (tmp_path / "new").exists()
 
 
-def test_a_list_of_slices_leaves_nothing(evaluation, monkeypatch, capsys, tmp_path):
-    said = ran_as(evaluation, monkeypatch, capsys, "--size", "tiny", "--dry-run", "--folder", tmp_path / "new")
+def test_a_list_of_slices_leaves_nothing(monkeypatch, capsys, tmp_path):
+    said = ran_as(monkeypatch, capsys, "--size", "tiny", "--dry-run", "--folder", tmp_path / "new")
     assert "slices in new; about" in said
     assert not (tmp_path / "new").exists()
 
 
-def test_a_gpu_does_not_train_what_is_measured_on_the_processor(evaluation):
-    with raises(ValueGivenError, code="value.invalid", field="--size"):
-        evaluation.refuse_gpu("cpu", 1)
-    evaluation.refuse_gpu("cpu", 0)
-    evaluation.refuse_gpu("gpu", 1)
-
-
-def test_a_command_is_made_where_it_runs(evaluation, place, listed):
+def test_a_command_is_made_where_it_runs(place):
     (place.folder / "arm.json").write_text('{"peak_bytes": 1001}')
     task = f"{listed.TASKS}:cifar10_short"
     each = listed.Slice("x", "", ("compare", task, "--memory", f"{listed.HALF}arm.json"), "x/report.json", 1)
@@ -412,7 +373,7 @@ def test_a_command_is_made_where_it_runs(evaluation, place, listed):
         evaluation._argv(each, place.folder)
 
 
-def test_a_slice_that_writes_a_file_has_a_folder_for_it(evaluation, place, listed, monkeypatch):
+def test_a_slice_that_writes_a_file_has_a_folder_for_it(place, monkeypatch):
     ran = []
 
     def writes(argv, folder, limit_s):
@@ -450,7 +411,7 @@ NOT_THE_PAPERS = {  # and what they change
 
 
 @pytest.mark.parametrize("size", BY_HAND)
-def test_plans_that_are_written_by_hand_are_there_and_fit_their_tasks(evaluation, listed, place, size):
+def test_plans_that_are_written_by_hand_are_there_and_fit_their_tasks(place, size):
     found = [each for each in listed.slices(size) if "--plan" in each.command and each.command[0] == "ablate"]
     assert {each.folder for each in found} == BY_HAND[size]
     assert len(found) == 5 * len(BY_HAND[size])
@@ -502,7 +463,7 @@ def test_each_block_of_a_plan_at_the_papers_size_is_run_twice(kind):
     assert seen.held.calls == dict.fromkeys(plan.recompute_blocks, 2 * rows // 2)
 
 
-def test_tables_one_to_three_are_raced_to_the_papers_targets_within_their_slices(listed):
+def test_tables_one_to_three_are_raced_to_the_papers_targets_within_their_slices():
     """The paper's recipe and its components, each as long as the loop that they are held against."""
     for minutes in (9, 60):
         found = {each.folder: each.command for each in listed.slices("gpu", minutes)}
@@ -521,71 +482,66 @@ def test_tables_one_to_three_are_raced_to_the_papers_targets_within_their_slices
             assert target in load_task(task).targets
 
 
-def test_slices_are_chosen_by_name_or_folder(evaluation, listed):
+def test_slices_are_chosen_by_name_or_folder_and_a_list_says_what_is_left(place):
     found = listed.slices("cpu")
     assert [each.name for each in evaluation.chosen(found, ["monitor"])] == ["monitor"]
     assert len(evaluation.chosen(found, ["cifar-freed"])) == 6
     with raises(FormatError, code="format.invalid", field="--only"):
         evaluation.chosen(found, ["x"])
-
-
-def test_a_list_says_what_is_left(evaluation, place, listed):
     lines = list(evaluation.listed(listed.slices("gpu"), place))
     assert lines[0].startswith("cannot run here  gpt2-timed-plans")
     assert lines[-1] == f"{len(lines) - 1} slices in results; about 2 minutes are left to do here"
+    with raises(ValueGivenError, code="value.invalid", field="--size"):
+        evaluation.refuse_gpu("cpu", 1)
+    evaluation.refuse_gpu("cpu", 0)
+    evaluation.refuse_gpu("gpu", 1)
 
 
-# Goals.
-
-
-def stands(goals, says, folder, runs=None):
+def stands(says, folder, runs=None):
     (goal,) = [each for each in goals.GOALS if each.says == says and each.size in ("cpu", "gpu")][:1]
     (found,) = judge_goals([goal], folder, runs or {})
     return found.goal_status, found.why
 
 
-def test_a_goal_is_met_missed_or_not_shown_by_its_interval(goals, tmp_path):
-    from measured_runs import comparison
-
+def test_a_goal_is_met_missed_or_not_shown_by_its_interval(tmp_path):
     def at(speed, n=5):
         return {"cifar-recipes": of_comparison("cifar-recipes", comparison(plan=speed, n=n))}
 
     says = "cifar: S 1.8x P0"
-    status, figure = stands(goals, says, tmp_path, at(2.0))
+    status, figure = stands(says, tmp_path, at(2.0))
     assert status == "met"
     assert figure.startswith("2.000x (95% 1.98")
-    assert stands(goals, says, tmp_path, at(1.5))[0] == "missed"
-    assert stands(goals, says, tmp_path, at(1.8))[0] == "not shown"
-    status, figure = stands(goals, says, tmp_path, at(2.0, n=3))
+    assert stands(says, tmp_path, at(1.5))[0] == "missed"
+    assert stands(says, tmp_path, at(1.8))[0] == "not shown"
+    status, figure = stands(says, tmp_path, at(2.0, n=3))
     assert status == "not shown"
     assert figure.startswith("pairs 1.980, 2.000")
     assert "95%" not in figure
-    assert stands(goals, says, tmp_path) == ("not measured", "")
+    assert stands(says, tmp_path) == ("not measured", "")
+    of = comparison("cifar10_resnet50")
+    row = replace(of.target_rows[-1], arm="tuned_plan", plan_kind="tuned", target=0.85, ratio=None, bound=">= 2x")
+    open_row = replace(row, verdict=replace(row.verdict, kind="no verdict"))
+    says = "ResNet-50 3x3: F 85% in 60 s, planning counted"
+
+    def at(*seconds):
+        found = replace(of, target_rows=(replace(open_row, arm_s=seconds),))
+        return stands(says, tmp_path, {"resnet-minute": of_comparison("resnet-minute", found)})
+
+    assert at(50.0, 51.0, 52.0, 50.0, 51.0)[0] == "met"
+    assert at(70.0, 71.0, 72.0, 70.0, 71.0)[0] == "missed"
+    assert at(50.0, 51.0, 90.0, 50.0, 51.0)[0] == "not shown"
+    assert at(50.0, 51.0, 52.0, 50.0)[0] == "not shown"
+    assert at(50.0, 51.0, 52.0, 50.0, math.inf) == ("not shown", "50, 51, 52, 50, never s")
 
 
-def test_beside_quality_it_says_how_far_the_reference_was_trained(goals, tmp_path):
-    from measured_runs import comparison
-
-    def at(target):
-        run = of_comparison("cifar-recipes", comparison(target=target))
-        return stands(goals, "cifar: S within 0.5% of P0's quality", tmp_path, {"cifar-recipes": run})
-
-    status, figure = at(0.85)
-    assert status == "met"
-    assert figure.endswith("; after 1,000 rows; the reference ends at accuracy 0.95 and reaches 0.85")
-    assert at(0.99)[1].endswith("reaches no rung: it is far from trained")
-
-
-def test_a_time_is_told_as_speed_and_a_bound_counts(goals, tmp_path):
-    from measured_runs import GAIN, around, comparison
-
+def test_a_time_is_told_as_speed_and_a_bound_counts(tmp_path):
     of = comparison()
     row = replace(of.target_rows[-1], arm="tuned_plan", plan_kind="tuned", ratio=around(5.0), verdict=GAIN)
     says = "cifar: F 3x P0 to the target, search charged"
 
     def at(**changes):
         found = replace(of, target_rows=(replace(row, **changes),))
-        return stands(goals, says, tmp_path, {"cifar-freed": of_comparison("cifar-freed", found)})
+        return stands(says, tmp_path, {"cifar-freed": of_comparison("cifar-freed", found)})
 
     status, figure = at()
     assert status == "met"
@@ -602,10 +558,8 @@ def test_a_time_is_told_as_speed_and_a_bound_counts(goals, tmp_path):
     assert at(charged=False) == ("not measured", "")
 
 
-def test_a_bound_counts_where_a_harder_rung_was_never_reached(goals, tmp_path):
-    """An hour of the reference does not come to where a minute of the plan does, and nobody to the last rung."""
-    from measured_runs import GAIN, around, comparison
-
+def test_a_bound_counts_where_a_harder_rung_was_never_reached(tmp_path):
+    # An hour of the reference does not come to where a minute of the plan does, and nobody to the last rung.
     of = comparison("wikitext2_gpt2_timed")
     row = replace(of.target_rows[-1], arm="tuned_plan", plan_kind="tuned", verdict=GAIN)
     rows = (
@@ -615,59 +569,45 @@ def test_a_bound_counts_where_a_harder_rung_was_never_reached(goals, tmp_path):
     )
     run = of_comparison("gpt2-freed", replace(of, target_rows=rows))
     says = "GPT-2: F 30x P0 to the target, search charged"
-    assert stands(goals, says, tmp_path, {"gpt2-freed": run}) == ("met", ">= 31.00x to 60, n = 5")
+    assert stands(says, tmp_path, {"gpt2-freed": run}) == ("met", ">= 31.00x to 60, n = 5")
+
+    def at(target):
+        run = of_comparison("cifar-recipes", comparison(target=target))
+        return stands("cifar: S within 0.5% of P0's quality", tmp_path, {"cifar-recipes": run})
+
+    status, figure = at(0.85)
+    assert status == "met"
+    assert figure.endswith("; after 1,000 rows; the reference ends at accuracy 0.95 and reaches 0.85")
+    assert at(0.99)[1].endswith("reaches no rung: it is far from trained")
+    says = "the noise monitor takes 0.25%"
+    row = {"metric": "monitor_overhead_ratio", "task": "t", "mean": 1.001, "low": 0.999, "high": 1.003, "n": 100}
+    for half, status in ((0.001, "met"), (0.0001, "not shown")):
+        (tmp_path / "monitor.json").write_text(json.dumps({"rows": [row | {"control_half_width": half}]}))
+        assert stands(says, tmp_path)[0] == status
 
 
-def test_seconds_of_an_arm_are_held_against_a_bar_whether_or_not_another_arrives(goals, tmp_path):
-    from measured_runs import comparison
-
-    of = comparison("cifar10_resnet50")
-    row = replace(of.target_rows[-1], arm="tuned_plan", plan_kind="tuned", target=0.85, ratio=None, bound=">= 2x")
-    open_row = replace(row, verdict=replace(row.verdict, kind="no verdict"))
-    says = "ResNet-50 3x3: F 85% in 60 s, planning counted"
-
-    def at(*seconds):
-        found = replace(of, target_rows=(replace(open_row, arm_s=seconds),))
-        return stands(goals, says, tmp_path, {"resnet-minute": of_comparison("resnet-minute", found)})
-
-    assert at(50.0, 51.0, 52.0, 50.0, 51.0)[0] == "met"
-    assert at(70.0, 71.0, 72.0, 70.0, 71.0)[0] == "missed"
-    assert at(50.0, 51.0, 90.0, 50.0, 51.0)[0] == "not shown"
-    assert at(50.0, 51.0, 52.0, 50.0)[0] == "not shown"
-    assert at(50.0, 51.0, 52.0, 50.0, math.inf) == ("not shown", "50, 51, 52, 50, never s")
-
-
-def test_what_a_plan_for_the_tuned_loop_holds_is_over_that_loop(goals, tmp_path):
-    from measured_runs import GAIN, arm, comparison
-
+def test_what_a_plan_for_the_tuned_loop_holds_is_over_that_loop(tmp_path):
     of = comparison("wikitext2_gpt2")
     arms = (*of.arms, arm("strong", 1.0, 5), arm("strong_plan", 2.5, 5, "equivalent"))
     row = replace(
         of.ratios[0], metric="do_no_harm", arm="strong_plan", against="strong", plan_kind="equivalent", verdict=GAIN
     )
     run = of_comparison("gpt2-half", replace(of, arms=arms, ratios=(*of.ratios, row)))
-    assert stands(goals, "GPT-2: half of P2's memory", tmp_path, {"gpt2-half": run}) == ("met", "0.400x")
+    assert stands("GPT-2: half of P2's memory", tmp_path, {"gpt2-half": run}) == ("met", "0.400x")
     small = {"gpt2-small": run}
-    assert stands(goals, "GPT-2: within 4.5 GB", tmp_path, small) == ("met", "400,000,000 bytes")
-    assert stands(goals, "GPT-2: S 370,000 tokens/s", tmp_path, {"gpt2-timed": run})[0] == "missed"
+    assert stands("GPT-2: within 4.5 GB", tmp_path, small) == ("met", "400,000,000 bytes")
+    assert stands("GPT-2: S 370,000 tokens/s", tmp_path, {"gpt2-timed": run})[0] == "missed"
 
 
-def test_figures_of_an_arm_that_failed_meet_no_goal(goals, tmp_path):
-    from measured_runs import comparison
-
+def test_figures_of_an_arm_that_failed_meet_no_goal(tmp_path):
     of, says = comparison("wikitext2_gpt2"), "GPT-2: S 370,000 tokens/s"
     arms = tuple(replace(each, terms_per_s=(400e3,) * 5) for each in of.arms)
     found = replace(of, arms=arms)
-    assert stands(goals, says, tmp_path, {"gpt2-timed": of_comparison("x", found)})[0] == "met"
+    assert stands(says, tmp_path, {"gpt2-timed": of_comparison("x", found)})[0] == "met"
     verdict = replace(of.ratios[2].verdict, kind="no verdict", sentence="equivalent_plan failed in 1 of 6 races: 2.00x")
     rows = tuple(replace(row, verdict=verdict) if row.arm == "equivalent_plan" else row for row in of.ratios)
-    status, figure = stands(goals, says, tmp_path, {"gpt2-timed": of_comparison("x", replace(found, ratios=rows))})
+    status, figure = stands(says, tmp_path, {"gpt2-timed": of_comparison("x", replace(found, ratios=rows))})
     assert (status, figure) == ("not shown", "equivalent_plan failed in 1 of 6 races: 2.00x")
-
-
-def test_bytes_of_a_plan_that_failed_meet_no_goal(goals, tmp_path):
-    from measured_runs import arm, comparison
-
     of, said = comparison("wikitext2_gpt2"), "strong_plan failed in 1 of 6 races: the figure is of what ran"
     arms = (*of.arms, arm("strong", 1.0, 5), arm("strong_plan", 2.5, 5, "equivalent"))
     verdict = replace(of.ratios[0].verdict, kind="no verdict", sentence=said)
@@ -675,43 +615,30 @@ def test_bytes_of_a_plan_that_failed_meet_no_goal(goals, tmp_path):
         of.ratios[0], metric="do_no_harm", arm="strong_plan", against="strong", plan_kind="equivalent", verdict=verdict
     )
     run = of_comparison("gpt2-small", replace(of, arms=arms, ratios=(row,)))
-    assert stands(goals, "GPT-2: within 4.5 GB", tmp_path, {"gpt2-small": run}) == ("not shown", said)
+    assert stands("GPT-2: within 4.5 GB", tmp_path, {"gpt2-small": run}) == ("not shown", said)
 
 
-def test_what_benchmarks_and_plans_say_is_read(goals, tmp_path):
-    says = "the noise monitor takes 0.25%"
-    row = {"metric": "monitor_overhead_ratio", "task": "t", "mean": 1.001, "low": 0.999, "high": 1.003, "n": 100}
-    for half, status in ((0.001, "met"), (0.0001, "not shown")):
-        (tmp_path / "monitor.json").write_text(json.dumps({"rows": [row | {"control_half_width": half}]}))
-        assert stands(goals, says, tmp_path)[0] == status
-
-
-def test_no_harm_step_by_step_is_of_its_task_and_its_interval(goals, tmp_path):
+def test_steps_in_turns_are_of_their_task_and_of_no_change_that_all_of_the_process_has(tmp_path):
     says = "cifar: no harm to P2, 0.97, step by step"
     row = {"metric": "do_no_harm_ratio", "task": "cifar10_resnet", "mean": 0.99, "high": 1.0, "n": 240}
-    assert stands(goals, says, tmp_path) == ("not measured", "")
+    assert stands(says, tmp_path) == ("not measured", "")
 
     def at(low, high, changes="nothing", task="cifar10_resnet"):
         rows = [row | {"low": low, "high": high, "changes": changes, "task": task}]
         (tmp_path / "no-harm.json").write_text(json.dumps({"rows": rows}))
-        return stands(goals, says, tmp_path)
+        return stands(says, tmp_path)
 
     for low, high, status in ((0.98, 1.0, "met"), (0.96, 1.0, "not shown"), (0.9, 0.96, "missed")):
         found, figure = at(low, high)
         assert (found, figure.endswith("n = 240) of a plan that changes nothing")) == (status, True)
     assert at(0.98, 1.0, task="wikitext2_gpt") == ("not measured", "")
-
-
-def test_steps_in_turns_show_nothing_of_a_change_that_all_of_the_process_has(goals, tmp_path):
     row = {"metric": "do_no_harm_ratio", "task": "cifar10_resnet", "mean": 1.0, "low": 0.99, "high": 1.01, "n": 240}
     (tmp_path / "no-harm.json").write_text(json.dumps({"rows": [row | {"changes": "allocator retain"}]}))
-    status, figure = stands(goals, "cifar: no harm to P2, 0.97, step by step", tmp_path)
+    status, figure = stands("cifar: no harm to P2, 0.97, step by step", tmp_path)
     assert (status, figure) == ("not measured", "allocator retain is of the process, and so of both")
 
 
-def test_a_gain_on_an_easier_target_is_not_shown_where_the_reference_came_further(goals, tmp_path):
-    from measured_runs import GAIN, around, comparison
-
+def test_a_gain_on_an_easier_target_is_not_shown_where_the_reference_came_further(tmp_path):
     of = comparison()
     easy = replace(
         of.target_rows[-1], arm="tuned_plan", plan_kind="tuned", charged=True, ratio=around(5.0), verdict=GAIN
@@ -721,7 +648,7 @@ def test_a_gain_on_an_easier_target_is_not_shown_where_the_reference_came_furthe
 
     def at(*rows):
         run = of_comparison("cifar-freed", replace(of, target_rows=rows))
-        return stands(goals, "cifar: F 3x P0 to the target, search charged", tmp_path, {"cifar-freed": run})
+        return stands("cifar: F 3x P0 to the target, search charged", tmp_path, {"cifar-freed": run})
 
     assert at(easy)[0] == "met"
     status, figure = at(easy, hard)
@@ -734,7 +661,7 @@ def test_a_gain_on_an_easier_target_is_not_shown_where_the_reference_came_furthe
     assert at(capped) == ("missed", "<= 2.50x to 0.9, n = 5")
 
 
-def test_what_is_told_within_a_limit_is_held_against_what_is_told_without(goals, tmp_path):
+def test_what_is_told_within_a_limit_is_held_against_what_is_told_without(tmp_path):
     """A plan that was made within 4.5 GB is within it: what may be missed is the time that it takes for that."""
     says = "GPT-2: within 4.5 GB at 1.35x the time without a limit, as told for an H200"
 
@@ -742,21 +669,19 @@ def test_what_is_told_within_a_limit_is_held_against_what_is_told_without(goals,
         plan = replace(Plan.fixed(32), predicted=MeasuredCost(step_s, peak_bytes))
         (tmp_path / f"{name}.json").write_text(to_json(plan))
 
-    assert stands(goals, says, tmp_path) == ("not measured", "")
+    assert stands(says, tmp_path) == ("not measured", "")
     told("prediction-small", 0.12, 4_400_000_000)
-    assert stands(goals, says, tmp_path) == ("not measured", "")
+    assert stands(says, tmp_path) == ("not measured", "")
     told("prediction", 0.1, 15_000_000_000)
-    status, figure = stands(goals, says, tmp_path)
+    status, figure = stands(says, tmp_path)
     assert status == "predicted met"
     assert figure == "1.200x the time (0.12 s a step for 0.1), 4,400,000,000 bytes; not measured"
     for step_s, size in ((0.14, 4_400_000_000), (0.12, 4_600_000_000)):
         told("prediction-small", step_s, size)
-        assert stands(goals, says, tmp_path)[0] == "predicted missed"
+        assert stands(says, tmp_path)[0] == "predicted missed"
 
 
-def test_the_summary_reads_the_runs_and_writes_their_page(evaluation, listed, place):
-    from measured_runs import comparison
-
+def test_the_summary_reads_the_runs_and_writes_their_page(place):
     (place.folder / "cifar-recipes").mkdir()
     (place.folder / "cifar-recipes" / "report.json").write_text(to_json(comparison("cifar10_resnet_short")))
     known = [{"runs": ["cifar-recipes"], "says": "One."}, {"runs": ["x"], "says": "Two."}]
@@ -778,9 +703,7 @@ def test_the_summary_reads_the_runs_and_writes_their_page(evaluation, listed, pl
         evaluation.summary("cpu", listed.slices("cpu"), place)
 
 
-def test_a_measure_that_was_found_wrong_counts_for_nothing(evaluation, listed, place):
-    from measured_runs import comparison
-
+def test_a_measure_that_was_found_wrong_counts_for_nothing(place):
     (place.folder / "cifar-recipes").mkdir()
     (place.folder / "cifar-recipes" / "report.json").write_text(to_json(comparison("cifar10_resnet_short")))
     (place.folder / "known.json").write_text(
@@ -795,9 +718,7 @@ def test_a_measure_that_was_found_wrong_counts_for_nothing(evaluation, listed, p
     assert "not to be believed" in (place.folder / "evaluation.md").read_text()
 
 
-def test_the_summary_reads_the_runs_once(evaluation, listed, place, monkeypatch):
-    from measured_runs import comparison
-
+def test_the_summary_reads_the_runs_once(place, monkeypatch):
     (place.folder / "cifar-recipes").mkdir()
     (place.folder / "cifar-recipes" / "report.json").write_text(to_json(comparison("cifar10_resnet_short")))
     read, read_runs = [], results.read_runs
@@ -806,10 +727,10 @@ def test_the_summary_reads_the_runs_once(evaluation, listed, place, monkeypatch)
     assert len(read) == 1
 
 
-def test_what_is_written_beside_the_records_is_of_the_records_alone(evaluation, listed, made, place):
+def test_what_is_written_beside_the_records_is_of_the_records_alone(made, place):
     """Of sources that have changed since the command says so, and no file does: a file is the same on every machine."""
     one = made("monitor")
-    outcomes(evaluation, [one], place)
+    outcomes([one], place)
     (place.folder / "monitor.json").write_text('{"rows": []}')
     here = evaluation.summary("cpu", [one], place)
     files = {path.name: path.read_text() for path in place.folder.glob("*.json")}
@@ -827,31 +748,9 @@ def test_what_is_written_beside_the_records_is_of_the_records_alone(evaluation, 
     assert evaluation.summary("cpu", listed.slices("cpu"), place)["rows"][-1]["state"] == "cannot run here"
 
 
-def test_every_task_that_the_evaluation_races_on_two_cores_is_known_beside_the_papers(listed):
-    """One that is not has no row of its claims."""
-    from benchmarks.paper.claims import IMAGES, TOKENS
-
-    known = {*IMAGES.tasks, *IMAGES.smaller, *TOKENS.tasks, *TOKENS.smaller}
-    raced = {each.command[1] for each in listed.slices("cpu") if each.command[0] in ("compare", "ablate", "scale")}
-    tasks = {task.replace(listed.TASKS, str(ROOT / "benchmarks" / "paper" / "evaluation_tasks.py")) for task in raced}
-    # Of no claim: steps that are short enough for all that a tuned plan tries, and little data for many epochs.
-    of_no_claim = {"digits_resnet", "repeated_gpt"}
-    assert {load_task(task).name for task in tasks} <= known | of_no_claim
-    assert len(tasks) > 5
-
-
-# What the results page shows of it.
-
-
 @pytest.fixture
 def measured(tmp_path):
     """Return an archived evaluation's folder with a comparison against every peer, an ablation and a scaling table."""
-    from measured_runs import CPU, GAIN, ablation, around, comparison, scaled
-
-    from benchmarks.paper.evaluation_archive import archive_of, folder_of, pack
-    from benchmarks.paper.evaluation_slices import Ran
-    from trimtab.experiments.comparison.comparison_result import RatioRow
-
     folder = folder_of(tmp_path, "evaluation-here")
     ran = Ran("cifar-recipes-1", "compare", "abc", HERE, 1.0, "cifar-recipes/report.json")
     found = comparison("cifar10_resnet_short", CPU)
@@ -874,23 +773,28 @@ def measured(tmp_path):
     return folder
 
 
-def test_the_report_has_goals_and_figures_of_every_run(measured):
-    from benchmarks import evaluation_figures
-    from benchmarks.paper import evaluation_slices
-
+def test_the_pages_of_an_evaluation_are_made_of_its_runs(measured):
     assert evaluation_figures.folders(measured.parents[2]) == [measured]
-    runs = results.read_evaluation(evaluation_slices.slices("cpu"), measured)
+    runs = results.read_evaluation(listed.slices("cpu"), measured)
     lines = list(evaluation_figures.report(measured, runs))
     shown = "\n".join(lines)
     assert "| cifar: S 1.8x P0 | met | 2.000x (95%" in shown
     assert "| wikitext: S 1.3x P0 | not measured |" in shown
-    for arm in ("P0 strict fp32", "P2 strong", "P3 strong, with Muon", "P1 paper, literal", "trimtab S"):
-        assert f"| throughput | {arm} | P0 reference |" in shown
+    for name in ("P0 strict fp32", "P2 strong", "P3 strong, with Muon", "P1 paper, literal", "trimtab S"):
+        assert f"| throughput | {name} | P0 reference |" in shown
     assert "| precision | alone | throughput | 1." in shown
     assert "| schedule | alone | | not run: it needs a rate of its own | | |" in shown
     assert "## cifar-scale: cifar10_resnet50" in lines
     assert "`trimtab scale cifar10_resnet50`; torch 2.13, sources abc, threads 1 a rank." in lines
     assert any(line.startswith("| weak | plan | 2 |") for line in lines)
+    files = evaluation_figures.written("cpu", listed.slices("cpu"), measured)
+    assert set(files) == {"summary.json", "evaluation.md", "evaluation.html", "evaluation.json", "report.md"}
+    assert files == evaluation_figures.written("cpu", listed.slices("cpu"), measured)
+    page = files["evaluation.md"]
+    for said in ("Table I: CIFAR-10", "Table III", "Table IV", "cifar10_resnet_short"):
+        assert said in page
+    (measured / "done" / "cifar-recipes-1.json").unlink()
+    assert evaluation_figures.folders(measured.parents[2]) == []
 
 
 @pytest.mark.parametrize(
@@ -903,36 +807,11 @@ def test_the_report_has_goals_and_figures_of_every_run(measured):
     ],
 )
 def test_a_bound_on_a_time_is_told_as_one_of_speeds(bound, at_least, at_most, told):
-    from benchmarks import evaluation_figures
-
     assert evaluation_figures._value({"bound": bound, "at_least": at_least, "at_most": at_most}) == told
-
-
-def test_the_page_beside_the_papers_tables_is_made_of_the_same_runs(measured):
-    from benchmarks import evaluation_figures
-    from benchmarks.paper import evaluation_slices
-
-    files = evaluation_figures.written("cpu", evaluation_slices.slices("cpu"), measured)
-    assert set(files) == {"summary.json", "evaluation.md", "evaluation.html", "evaluation.json", "report.md"}
-    assert files == evaluation_figures.written("cpu", evaluation_slices.slices("cpu"), measured)
-    page = files["evaluation.md"]
-    for said in ("Table I: CIFAR-10", "Table III", "Table IV", "cifar10_resnet_short"):
-        assert said in page
-
-
-def test_an_evaluation_of_which_nothing_ended_is_not_shown(measured):
-    from benchmarks import evaluation_figures
-
-    (measured / "done" / "cifar-recipes-1.json").unlink()
-    assert evaluation_figures.folders(measured.parents[2]) == []
 
 
 def test_a_goal_that_was_measured_somewhere_is_not_called_unmeasured_elsewhere(measured):
     """A machine that a few slices were run on has lines of these alone; what nowhere was measured has one of each."""
-    from benchmarks import advice_figures
-    from benchmarks.paper.evaluation_archive import archive_of, pack
-    from benchmarks.paper.evaluation_slices import Ran
-
     root, other = measured.parents[2], measured.parent / "evaluation-other"
     (other / "done").mkdir(parents=True)
     (other / "machine.json").write_text(json.dumps({"cpu": "A CPU avx512_bf16", "cpu_cores": "2", "os": "Linux"}))

@@ -22,15 +22,12 @@ MuonLoop = functools.partial(StrongLoop, field="muon")
 STRONG = StrongRecipe(sgd(), "fp32", channels_last=False, budget_samples=800)
 
 
-def test_a_recipe_names_its_decay():
+def test_a_loop_follows_its_recipes_decay():
     linear, cosine = (StrongRecipe(sgd(), "fp32", False, 800, decay=decay) for decay in ("linear", "cosine"))
     assert factor_at(0.3, linear) == warmup_linear(0.3, 0.1, 0.01)
     assert factor_at(0.3, cosine) == warmup_cosine(0.3, 0.1, 0.01)
     with raises(ValueGivenError, code="value.invalid", field="recipe.decay"):
         StrongRecipe(sgd(), "fp32", False, 800, decay="step")
-
-
-def test_a_loop_follows_its_recipes_decay():
     task = make_task(strong=StrongRecipe(sgd(), "fp32", False, 800, decay="cosine"))
     loop, data, rates = StrongLoop(task, CPU), batches(task), []
     for _ in range(100):

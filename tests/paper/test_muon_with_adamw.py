@@ -66,6 +66,19 @@ def test_each_groups_rate_is_its_own():
     (matrices, others), (old_matrices, old_others) = parted(model), parted(before)
     assert all(torch.equal(a, b) for a, b in zip(matrices, old_matrices, strict=True))
     assert not all(torch.equal(a, b) for a, b in zip(others, old_others, strict=True))
+    model = gpt()
+    optimizer = made(model)
+    learn(model, optimizer, steps=1)
+    its_model, its_optimizer = copy.deepcopy((model, optimizer))
+    learn(model, optimizer, first=1)
+    learn(its_model, its_optimizer, first=1)
+    assert same(model, its_model)
+    model, calls = gpt(), []
+    optimizer = made(model)
+    optimizer.register_step_pre_hook(lambda *args: calls.append("before"))
+    optimizer.register_step_post_hook(lambda *args: calls.append("after"))
+    assert optimizer.step(lambda: calls.append("closure") or 2.0) == 2.0
+    assert calls == ["before", "closure", "after"]
 
 
 @pytest.mark.parametrize("through", [lambda state: state, lambda state: pickle.loads(pickle.dumps(state))])
@@ -78,25 +91,6 @@ def test_it_goes_on_from_a_saved_state(through):
     second.load_state_dict(through(first.state_dict()))
     learn(begun, second, steps=3, first=2)
     assert same(whole, begun)
-
-
-def test_a_copy_with_its_model_steps_alike():
-    model = gpt()
-    optimizer = made(model)
-    learn(model, optimizer, steps=1)
-    its_model, its_optimizer = copy.deepcopy((model, optimizer))
-    learn(model, optimizer, first=1)
-    learn(its_model, its_optimizer, first=1)
-    assert same(model, its_model)
-
-
-def test_step_hooks_and_a_closure_are_called_once():
-    model, calls = gpt(), []
-    optimizer = made(model)
-    optimizer.register_step_pre_hook(lambda *args: calls.append("before"))
-    optimizer.register_step_post_hook(lambda *args: calls.append("after"))
-    assert optimizer.step(lambda: calls.append("closure") or 2.0) == 2.0
-    assert calls == ["before", "closure", "after"]
 
 
 @pytest.mark.parametrize(("name", "rate"), [("wikitext2_gpt", 3e-3), ("wikitext2_gpt2", 6e-4)])

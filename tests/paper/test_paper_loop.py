@@ -32,10 +32,8 @@ def paper_loop(task) -> PaperLoop:
     return PaperLoop(task, CPU)
 
 
-# Equations 4 and 5: the mean of k gradients.
-
-
 @pytest.mark.parametrize("kind", ["mlp", "gpt"])
+# Equations 4 and 5: the mean of k gradients.
 def test_the_mean_of_k_gradients_is_that_of_one_big_batch(kind):
     task = make_task(kind, (lambda: mlp(0.0)) if kind == "mlp" else None, make_optimizer=sgd(0.1))
     loop = paper_loop(task)
@@ -94,10 +92,6 @@ def test_k_is_four_at_first_and_eight_while_the_variance_is_above_its_first():
         # The unbiased variance of 8 gradients is 6/7 of that of 4 with the same deviation: 1.05 is below the first.
         assert loop.k == expected, deviation
         assert loop.k in ALLOWED_K
-
-
-def test_without_variance_k_stays_four():
-    loop = weight_loop()
     for _ in range(3):
         loop.step(spread(0.0, loop.k))
         assert loop.k == 4
@@ -157,8 +151,6 @@ def test_an_optimizer_that_zeroes_in_place_takes_no_gradient_away():
 
 
 # Equations 10 and 11: the rate.
-
-
 def test_the_rate_is_linear_in_k_and_follows_the_rows():
     loop, rows = weight_loop(), 0
     for deviation in (1.0, 2.0, 2.0, 0.1, 2.0, 1.0):
@@ -168,8 +160,6 @@ def test_the_rate_is_linear_in_k_and_follows_the_rows():
         assert rate == pytest.approx(1e-3 * k * warmup_cosine(rows / BUDGET))
     assert rows == (4 + 4 + 8 + 8 + 4 + 8) * ROWS
 
-
-def test_each_group_keeps_its_own_base_rate():
     def two_groups(model: nn.Module) -> torch.optim.Optimizer:
         first, *rest = model.parameters()
         return torch.optim.SGD([{"params": [first], "lr": 0.1}, {"params": rest, "lr": 0.01}])
@@ -183,8 +173,6 @@ def test_each_group_keeps_its_own_base_rate():
 
 
 # Equations 13 to 17: half precision.
-
-
 def test_half_precision_is_what_the_device_has(monkeypatch):
     assert half_precision(torch.device("cuda")) == "fp16"
     for capabilities, expected in (({"avx512_bf16": True}, "bf16"), ({"avx512_bf16": False, "avx2": True}, "fp32")):
@@ -206,8 +194,6 @@ def test_bf16_trains(monkeypatch):
 
 
 # Equations 18 to 20: checkpoints.
-
-
 @pytest.mark.parametrize("num_layers", [1, 2, 3, 4, 5, 9, 10, 12])
 def test_blocks_are_cut_into_segments_of_the_root_of_their_number(num_layers):
     model = gpt(num_layers=num_layers)
@@ -222,19 +208,22 @@ def test_blocks_are_cut_into_segments_of_the_root_of_their_number(num_layers):
     assert [block for segment in model.blocks for block in segment] == blocks
 
 
-def test_nested_stages_are_one_chain():
+def test_chains_are_cut_into_segments_and_a_model_without_one_is_left_as_it_is():
     model = resnet()
     blocks = [block for stage in model.stages for block in stage]
     checkpoint_every_sqrt(model)
     assert [len(segment) for segment in model.stages] == [3, 2]
     assert [block for segment in model.stages for block in segment] == blocks
-
-
-def test_a_model_without_a_chain_is_left_as_it_is():
     model = mlp()
     modules = list(model.modules())
     checkpoint_every_sqrt(model)
     assert list(model.modules()) == modules
+    task, runs = make_task("gpt"), []
+    model = task.make_model().train()
+    checkpoint_every_sqrt(model)
+    model.blocks[0][0].register_forward_hook(lambda *_: runs.append(1))
+    gradient(task, model, next(batches(task)))
+    assert len(runs) == 2
 
 
 @pytest.mark.parametrize("kind", ["gpt", "resnet"])
@@ -252,19 +241,7 @@ def test_gradients_with_checkpoints_are_those_without(kind):
     torch.testing.assert_close(found[1], found[0], rtol=1e-5, atol=1e-7)
 
 
-def test_blocks_are_run_again_in_the_backward_pass():
-    task, runs = make_task("gpt"), []
-    model = task.make_model().train()
-    checkpoint_every_sqrt(model)
-    model.blocks[0][0].register_forward_hook(lambda *_: runs.append(1))
-    gradient(task, model, next(batches(task)))
-    assert len(runs) == 2
-
-
-# What any task may bring.
-
-
-def test_a_parameter_the_loss_does_not_reach_is_no_obstacle():
+def test_a_parameter_that_is_not_reached_or_frozen_stays():
     class Idle(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -280,8 +257,6 @@ def test_a_parameter_the_loss_does_not_reach_is_no_obstacle():
     moved = [not torch.equal(p, q) for p, q in zip(loop.model.parameters(), before, strict=True)]
     assert moved == [True, True, False, False]
 
-
-def test_frozen_parameters_stay():
     def frozen() -> nn.Module:
         model = mlp()
         model[0].requires_grad_(False)

@@ -29,10 +29,6 @@ def test_both_sizes_share_their_code(small, large):
     assert small.reference == large.reference
 
 
-def test_the_papers_batches():
-    assert [load_task(name).batch_size for name in PAPER_SIZE] == [128, 128, 32]
-
-
 @pytest.mark.parametrize("name", PAPER_SIZE)
 def test_p0_is_the_papers_baseline(name):
     task = load_task(name)
@@ -76,6 +72,7 @@ def test_p2_and_p3_of_gpt_2():
     assert task.muon.rates == stated
     (group,) = task.strong.make_optimizer(torch.nn.Linear(2, 2)).param_groups
     assert (group["lr"], group["betas"], group["weight_decay"], group["fused"]) == (6e-4, (0.9, 0.95), 0.1, True)
+    assert [load_task(name).batch_size for name in PAPER_SIZE] == [128, 128, 32]
 
 
 @pytest.fixture(scope="module")

@@ -19,8 +19,6 @@ from trimtab.plans.plan import Plan
 TEXT = serialization.to_json(Plan.fixed(8, 4))
 loop = pytest.fixture(new_loop)
 
-# plan() and profile(): everything they are given.
-
 
 class Unknown:
     """Something of no use."""
@@ -168,8 +166,6 @@ def test_both_adaptations_at_once(loop):
     assert "batch_policy" in plan.changes
     assert plan.search_s > 0  # of the range test
 
-
-# start(): what it is given beside model and optimizer.
 
 WARM = Plan.fixed(ROWS, schedule="warmup_cosine")
 STARTING = {

@@ -28,8 +28,6 @@ class Unknown:
     """Something of no use."""
 
 
-# The run: losses.
-
 FIELDS = {"loss.count_invalid": "loss count"}
 LOSSES = {
     "not a scalar": (lambda m, b: m(b["x"]), "loss.invalid", "shape (2, 3)"),
@@ -113,9 +111,6 @@ def test_means_and_sums_do_not_mix_in_a_window(loop, sum_first):
         run.train_step(run.window(loop.batch), mixed)
 
 
-# The run: batches.
-
-
 def test_a_batch_of_no_samples_is_refused(loop):
     batch = {name: value[:0] for name, value in loop.batch.items()}
     with loop.start() as run:
@@ -139,7 +134,7 @@ def test_a_loss_that_cannot_be_called_is_refused(loop, loss_fn):
         run.train_step(run.window(loop.batch), loss_fn)
 
 
-def test_a_batch_given_for_a_window_is_refused(loop):
+def test_a_window_that_is_none_or_of_another_run_is_refused(loop):
     with loop.start() as run, refused(loop, LoopError, "window", "a dict", run, code="loop.not_a_window"):
         run.train_step(loop.batch, mean_loss)
 

@@ -16,8 +16,6 @@ from trimtab.core import serialization
 from trimtab.core.errors import FormatError, TrimtabError, ValueGivenError
 from trimtab.plans.plan import Plan
 
-# Values by hand: Plan.fixed, Budget, Objective, Reference.
-
 VALUES = [
     *(("plan.batch_size", value, lambda v: Plan.fixed(v)) for value in NO_COUNT),
     *(
@@ -103,8 +101,6 @@ def test_any_value_of_any_setting_makes_a_plan_or_a_typed_error(name, value):
     made = outcome(lambda: Plan.fixed(8, **{name: value}))
     assert_whole(made) if isinstance(made, Plan) else assert_names(made, f"plan.{name}")
 
-
-# Plans as JSON.
 
 TEXT = serialization.to_json(Plan.fixed(8, 4, precision="bf16"))
 

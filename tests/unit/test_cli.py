@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import errno
+import io
 import json
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -41,6 +43,7 @@ from trimtab.tasks import load_task
 
 SOURCE = Path(__file__).parents[2] / "src"
 TINY_TASK = Path(__file__).parent / "experiments" / "tiny_task.py"
+PLAN = Plan.fixed(32, micro_batch=8)
 
 
 @dataclass
@@ -51,11 +54,16 @@ class Done:
 
     @property
     def json(self) -> dict:
-        """What was printed, which must be one JSON object on one line."""
+        """The standard output, which must be one JSON object on one line."""
         assert self.out.count("\n") == 1
         found = json.loads(self.out)
         assert isinstance(found, dict)
         return found
+
+    def succeeded(self) -> Done:
+        """Check that the command succeeded and wrote nothing to standard error."""
+        assert (self.code, self.err) == (0, "")
+        return self
 
 
 @pytest.fixture(scope="module")
@@ -77,8 +85,9 @@ def traced_once():
 
 @pytest.fixture
 def trimtab(monkeypatch, capsys, tmp_path, traced_once):
-    """Return what runs the command here, in a folder that holds `tiny.py`, and tells what it printed."""
+    """Return a function that runs a command line in a folder that holds `tiny.py` and `plan.json`."""
     shutil.copy(TINY_TASK, tmp_path / "tiny.py")
+    (tmp_path / "plan.json").write_text(to_json(PLAN))
     monkeypatch.chdir(tmp_path)
     brief.shorten(monkeypatch.setattr)
     monkeypatch.setattr(rank_plan_output, "traces_of_ranks", traced_once)
@@ -86,8 +95,8 @@ def trimtab(monkeypatch, capsys, tmp_path, traced_once):
     monkeypatch.setattr(gain_timing, "_LAP_S", 0.005)
     monkeypatch.setattr(meter_selection, "rapl", lambda root: NoMeter("none that tests read"))
 
-    def run(*arguments: object) -> Done:
-        monkeypatch.setattr(sys, "argv", ["trimtab", *map(str, arguments)])
+    def run(line: str) -> Done:
+        monkeypatch.setattr(sys, "argv", ["trimtab", *shlex.split(line)])
         capsys.readouterr()
         code = 0
         try:
@@ -102,10 +111,12 @@ def trimtab(monkeypatch, capsys, tmp_path, traced_once):
             del sys.modules[name]
 
 
-def as_process(*arguments: object, **options) -> Done:
-    environment = os.environ | {"PYTHONPATH": str(SOURCE)}
-    command = [sys.executable, "-c", "from trimtab.cli import main; main()", *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment, **options)
+def as_process(folder: Path, *arguments: str, path: Sequence[Path] = (SOURCE,)) -> Done:
+    """Run Python in a folder, with these folders as its import path."""
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, path))}
+    done = subprocess.run(
+        [sys.executable, *arguments], cwd=folder, capture_output=True, text=True, timeout=300, env=environment
+    )
     return Done(done.returncode, done.stdout, done.stderr)
 
 
@@ -119,7 +130,7 @@ def made() -> list[str]:
 def profile_json(trimtab, made) -> None:
     """`profile.json` of the tiny task is there."""
     if not made:
-        assert trimtab("profile", "tiny.py:task", "-o", "profile.json").code == 0
+        assert trimtab("profile tiny.py:task -o profile.json").code == 0
         made.append(Path("profile.json").read_text())
     Path("profile.json").write_text(made[0])
 
@@ -146,121 +157,104 @@ def changed(folder: Path, name: str, before: str, after: str) -> str:
     return f"{name}:task"
 
 
-# doctor
-
-
 def test_doctor_says_what_is_there_and_how_to_get_what_is_missing(trimtab):
-    done = trimtab("doctor")
-    assert (done.code, done.err) == (0, "")
-    lines = done.out.splitlines()
+    lines = trimtab("doctor").succeeded().out.splitlines()
     assert all(line.startswith(("ok  ", "--  ")) for line in lines)
     names = [line[4:26].strip() for line in lines]
     assert {"python", "torch", "device", "precision bf16", "memory figures", "energy", "typer"} <= set(names)
     assert lines[names.index("typer")].startswith("ok")
     assert lines[names.index("energy")].startswith("--")
-
-
-def test_doctor_as_json(trimtab):
-    found = trimtab("doctor", "--json").json
+    found = trimtab("doctor --json").json
     assert (found["schema"], found["name"]) == (1, "doctor")
     assert all(set(row) == {"name", "ok", "detail"} for row in found["rows"])
     assert [row["ok"] for row in found["rows"] if row["name"] == "torch"] == [True]
 
 
-# profile and plan
-
-
 def test_a_profile_is_printed_and_written_and_a_plan_decided_from_it(trimtab, tmp_path):
-    done = trimtab("profile", "tiny.py:task", "-o", "profile.json")
-    assert (done.code, done.err) == (0, "")
-    assert "32 samples and 32 rows per step" in done.out
-    assert "trials:\n" in done.out
-    assert " fp32, micro-batch 32 " in done.out
-    assert "(A/A control)" in done.out
-    assert "splitting the batch keeps the gradient: " in done.out
-    profile = read_json(Profile, tmp_path / "profile.json")
-    assert profile.loop.batch_size == 32
-    plan = trimtab("plan", "profile.json")
-    assert (plan.code, plan.err) == (0, "")
+    done = trimtab("profile tiny.py:task -o profile.json").succeeded()
+    for shown in (
+        "32 samples and 32 rows per step",
+        "trials:\n",
+        " fp32, micro-batch 32 ",
+        "(A/A control)",
+        "splitting the batch keeps the gradient: ",
+    ):
+        assert shown in done.out
+    assert read_json(Profile, tmp_path / "profile.json").loop.batch_size == 32
+    plan = trimtab("plan profile.json").succeeded()
     assert plan.out.startswith("Change ")
     assert "micro batch" in plan.out
-    written = trimtab("plan", "profile.json", "--json", "-o", "plan.json")
+    written = trimtab("plan profile.json --json -o plan.json")
     assert from_json(Plan, written.out) == read_json(Plan, tmp_path / "plan.json")
     assert str(from_json(Plan, written.out)) == plan.out.rstrip("\n")
-    explained(trimtab("plan", "profile.json", "--memory", "1KB"), "plan.infeasible", "1000 B")
-
-
-def test_a_profile_as_json(trimtab):
-    done = trimtab("profile", "tiny:task", "--json")
-    assert from_json(Profile, done.out).loop.optimizer == "AdamW"
-    assert done.json["schema"] == PROFILE_SCHEMA
-    assert done.err == ""
+    explained(trimtab("plan profile.json --memory 1KB"), "plan.infeasible", "1000 B")
 
 
 def test_a_plan_for_a_task(trimtab):
-    done = trimtab("plan", "tiny:task", "--memory", "1GiB")
-    assert (done.code, done.err) == (0, "")
+    done = trimtab("plan tiny:task --memory 1GiB").succeeded()
     assert "baseline: declared fp32 eager loop, 32 samples per step" in done.out
-    found = trimtab("plan", "tiny:task", "--adapt", "learning-rate", "--json")
-    assert found.err == ""
+    found = trimtab("plan tiny:task --adapt learning-rate --json").succeeded()
     assert from_json(Plan, found.out).plan_kind == "tuned"
     assert found.json["schedule"]["value"] == "warmup_cosine"
+    done = trimtab("profile tiny:task --json").succeeded()
+    assert from_json(Profile, done.out).loop.optimizer == "AdamW"
+    assert done.json["schema"] == PROFILE_SCHEMA
 
 
 @pytest.mark.usefixtures("profile_json")
-def test_a_plan_explained_has_all_that_was_considered_and_tried(trimtab, tmp_path):
-    bare, explained_ = (trimtab("plan", "profile.json", *flags).out for flags in ((), ("--explain",)))
+def test_a_plan_explained_has_all_that_was_considered_and_tried(trimtab):
+    bare, explained_ = (trimtab(f"plan profile.json {flag}").out for flag in ("", "--explain"))
     assert explained_.startswith(bare.rstrip("\n"))
     head = re.search(r"(\d+) combinations considered, .* \(weights: time 1, memory 0\):", explained_)
     considered = explained_[head.end() :].partition("\n\n")[0].splitlines()[1:]
     scores = [float(line.split()[0]) for line in considered]
     assert scores == sorted(scores)
-    assert 1.0 in scores  # the loop as it is
+    assert 1.0 in scores  # the unchanged loop
     assert "trials:\n" in explained_
     assert len(considered) == int(head[1])
-    explained(trimtab("plan", "profile.json", "--explain", "--json"), "option.conflict", "--explain", "--json")
-    there = trimtab("plan", "profile.json", "--device", "H100 SXM", "--explain").out
+    explained(trimtab("plan profile.json --explain --json"), "option.conflict", "--explain", "--json")
+    there = trimtab("plan profile.json --device 'H100 SXM' --explain").out
     assert "traced" in there
     assert there.rstrip("\n").endswith("No measurements: the plan is for another device.")
 
 
 @pytest.mark.usefixtures("profile_json")
-def test_a_plan_under_other_limits_and_for_another_device_is_predicted(trimtab, tmp_path):
-    elsewhere = trimtab("plan", "profile.json", "--device", "H100 SXM")
-    assert (elsewhere.code, elsewhere.err) == (0, "")
+def test_a_plan_under_other_limits_and_for_another_device_is_predicted(trimtab):
+    elsewhere = trimtab("plan profile.json --device 'H100 SXM'").succeeded()
     assert "this plan, predicted: " in elsewhere.out
     assert "this plan, measured: " not in elsewhere.out
     recorded, direct = (
-        from_json(Plan, trimtab("plan", of, "--device", "H100 SXM", "--json").out)
-        for of in ("profile.json", "tiny.py:task")
+        from_json(Plan, trimtab(f"plan {of} --device 'H100 SXM' --json").out) for of in ("profile.json", "tiny.py:task")
     )
     assert (recorded.predicted, recorded.changes) == (direct.predicted, direct.changes)
-    weighed = trimtab("plan", "profile.json", "--memory-weight", "1", "--json")
-    assert from_json(Plan, weighed.out).planning_s > 0
-    explained(trimtab("plan", "profile.json", "--time", "1e-9"), "plan.infeasible")
-    direct = trimtab("plan", "tiny.py:task", "--device", "A100 80GB", "--json")
+    assert from_json(Plan, trimtab("plan profile.json --memory-weight 1 --json").out).planning_s > 0
+    explained(trimtab("plan profile.json --time 1e-9"), "plan.infeasible")
+    direct = trimtab("plan tiny.py:task --device 'A100 80GB' --json")
     assert from_json(Plan, direct.out).measured is None
-    explained(trimtab("plan", "tiny.py:task", "--device", "Abacus"), "value.invalid", "Abacus", "RTX 4090")
+    explained(trimtab("plan tiny.py:task --device Abacus"), "value.invalid", "Abacus", "RTX 4090")
+
+
+# Four ranks of a device that is not here.
+RANKS = "plan tiny.py:task --ranks 4 --device 'H100 SXM'"
 
 
 def test_a_plan_of_ranks_that_are_not_here(trimtab):
-    of = ("tiny.py:task", "--ranks", "4", "--device", "H100 SXM")
-    there = trimtab("plan", *of, "--link", "nvlink", "-o", "plan.json")
-    assert (there.code, there.err) == (0, "")
+    there = trimtab(f"{RANKS} --link nvlink -o plan.json").succeeded()
     assert "a rank at each ZeRO stage, predicted:" in there.out
     made = read_json(Plan, Path("plan.json"))
     assert made.target_device == "4 ranks of H100 SXM, over nvlink:H100"
     assert (made.num_ranks, made.zero_stage.value, made.measured) == (4, 0, None)
-    over = from_json(Plan, trimtab("plan", *of, "--link", "2 x nvlink + ib", "--json").out)
+    over = from_json(Plan, trimtab(f"{RANKS} --link '2 x nvlink + ib' --json").out)
     assert over.target_device == "4 ranks of H100 SXM, over 2 x nvlink:H100 + ib:NDR"
     assert made.predicted is not None
     tight = f"{made.predicted.peak_bytes - 1}B"
-    less = from_json(Plan, trimtab("plan", *of, "--link", "ib", "--memory", tight, "--json").out)
+    less = from_json(Plan, trimtab(f"{RANKS} --link ib --memory {tight} --json").out)
     assert less.predicted is not None
     assert less.predicted.peak_bytes < made.predicted.peak_bytes
     assert (less.zero_stage.value, less.micro_batch.value) != (0, made.micro_batch.value)
     assert [(each.zero_stage, each.reduces_once) for each in less.stages] == list(WAYS)
-    (taken,) = (each for each in less.stages if (each.zero_stage, each.reduces_once) == way_of(less))
+    way = less.zero_stage.value, less.reduces_once.value
+    (taken,) = (each for each in less.stages if (each.zero_stage, each.reduces_once) == way)
     assert (taken.refusal, taken.peak_bytes, taken.window_s) == ("", less.predicted.peak_bytes, less.predicted.step_s)
     assert 0 <= taken.waiting_s <= taken.window_s
     assert (taken.micro_batch, taken.num_micro_batches) == (less.micro_batch.value, less.num_micro_batches)
@@ -269,61 +263,24 @@ def test_a_plan_of_ranks_that_are_not_here(trimtab):
     assert next(e.code for e in made.stages if not e.reduces_once) == "ranks.one_micro_batch"
 
 
-def way_of(plan: Plan) -> tuple[object, object]:
-    return plan.zero_stage.value, plan.reduces_once.value
-
-
 @pytest.mark.parametrize(
     ("link", "name"), [("nvlink", "nvlink:H100"), ("2 x nvlink + ib:NDR", "2 x nvlink:H100 + ib:NDR")]
 )
 def test_ranks_of_this_machines_device_are_joined_by_its_own_link(trimtab, monkeypatch, link, name):
     monkeypatch.setattr(machine, "cpu_name", lambda: "NVIDIA H100 80GB HBM3")
-    here = trimtab("plan", "tiny.py:task", "--ranks", "4", "--link", link, "--json")
+    here = trimtab(f"plan tiny.py:task --ranks 4 --link '{link}' --json")
     assert here.code == 0, here.err
     assert from_json(Plan, here.out).target_device == f"4 ranks of NVIDIA H100 80GB HBM3, over {name}"
 
 
-def test_joules_of_several_ranks_are_refused_before_anything_is_measured(trimtab):
-    asked = ("plan", "tiny.py:task", "--ranks", "4", "--device", "H100 SXM", "--link", "nvlink", "--energy-weight", "1")
-    explained(trimtab(*asked), "energy.several_ranks", "4 ranks")
-
-
 def test_a_device_without_a_link_of_its_own_is_refused_by_its_name(trimtab, monkeypatch):
     monkeypatch.setattr(machine, "cpu_name", lambda: "an abacus")
-    explained(
-        trimtab("plan", "tiny.py:task", "--ranks", "4", "--link", "nvlink"), "value.invalid", "nvlink", "an abacus"
-    )
-
-
-@pytest.mark.parametrize(
-    ("options", "code", "words"),
-    [
-        (("--ranks", "2"), "option.required", ("--ranks 2", "--link")),
-        (("--link", "ib"), "option.required", ("--link ib", "--ranks")),
-        (("--ranks", "2", "--link", "string"), "value.invalid", ("link", "'string'")),
-        (("--ranks", "2", "--link", "8 x ib + string"), "value.invalid", ("link", "'string'")),
-        (("--ranks", "2", "--link", "ib", "--adapt", "batch"), "option.conflict", ("--adapt batch", "--ranks")),
-        (("--ranks", "2", "--link", "ib", "--explain"), "option.conflict", ("ranks", "--explain")),
-        (("--ranks", "4096", "--link", "ib"), "ranks.too_many", ("4096", "32")),
-        (("--engine", "deepspeed"), "option.required", ("--engine deepspeed", "--ranks")),
-        (("--link", "ib", "--engine", "deepspeed"), "option.required", ("--engine deepspeed", "--ranks")),
-        (("--ranks", "2", "--engine", "deepspeed"), "option.required", ("--ranks 2", "--link")),
-        (("--ranks", "2", "--link", "ib", "--engine", "horovod"), "value.invalid", ("--engine", "horovod")),
-        (
-            ("--ranks", "2", "--link", "ib", "--engine", "deepspeed", "--adapt", "batch"),
-            "option.conflict",
-            ("--adapt batch", "--ranks"),
-        ),
-    ],
-)
-def test_ranks_that_cannot_be_planned_are_refused_before_anything_is_measured(trimtab, options, code, words):
-    explained(trimtab("plan", "tiny.py:task", *options), code, *words)
+    explained(trimtab("plan tiny.py:task --ranks 4 --link nvlink"), "value.invalid", "nvlink", "an abacus")
 
 
 def test_a_plan_for_deepspeed_has_its_own_configuration_beside_it(trimtab):
-    of = ("plan", "tiny.py:task", "--ranks", "4", "--device", "H100 SXM", "--link", "nvlink", "--engine", "deepspeed")
-    done = trimtab(*of, "-o", "made.json")
-    assert (done.code, done.err) == (0, "")
+    of = f"{RANKS} --link nvlink --engine deepspeed"
+    done = trimtab(f"{of} -o made.json").succeeded()
     assert done.out.endswith("DeepSpeed configuration: made.deepspeed.json\n")
     assert "DeepSpeed was not traced" in done.out
     made, config = read_json(Plan, Path("made.json")), json.loads(Path("made.deepspeed.json").read_text())
@@ -333,124 +290,95 @@ def test_a_plan_for_deepspeed_has_its_own_configuration_beside_it(trimtab):
     assert config == config_of(made, elements)
 
     Path("made.deepspeed.json").unlink()
-    bare = trimtab(*of)
-    assert json.loads(bare.out.partition("DeepSpeed configuration: ")[2]) == config
-    as_json = trimtab(*of, "--json")
+    to_nowhere = trimtab(f"{of} -o {os.devnull}").succeeded()  # no file that a configuration could be beside
+    for bare in (trimtab(of), to_nowhere):
+        assert json.loads(bare.out.partition("DeepSpeed configuration: ")[2]) == config
+    assert not Path(os.devnull).with_suffix(".deepspeed.json").exists()
+    as_json = trimtab(f"{of} --json").succeeded()
     assert from_json(Plan, as_json.out).engine.value == "deepspeed"
-    assert as_json.err == ""
     assert not list(Path().glob("*.deepspeed.json"))
-    both = trimtab(*of, "--json", "-o", "plan.json")
+    both = trimtab(f"{of} --json -o plan.json")
     assert from_json(Plan, both.out).engine.value == "deepspeed"
     assert both.err == "DeepSpeed configuration: plan.deepspeed.json\n"
     assert json.loads(Path("plan.deepspeed.json").read_text()) == config
 
 
-def full(*args) -> None:
-    raise OSError(errno.ENOSPC, "No space left on device")
-
-
 @pytest.mark.usefixtures("profile_json")
 def test_what_was_found_is_shown_before_a_full_disk_says_no(trimtab, monkeypatch):
+    def full(*args) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
     monkeypatch.setattr("trimtab.core.serialization.write_result", full)
     monkeypatch.setattr(rank_plan_output, "write_result", full)
-    ranks = ("tiny.py:task", "--ranks", "4", "--device", "H100 SXM", "--link", "nvlink")
-    cases = [
-        (("profile", "tiny.py:task"), "trials:"),
-        (("plan", "profile.json"), "Change "),
-        (("plan", *ranks), "ranks"),
-    ]
-    for arguments, shown in cases:
-        done = trimtab(*arguments, "-o", "found.json")
+    cases = (
+        ("profile tiny.py:task", "trials:"),
+        ("plan profile.json", "Change "),
+        (f"{RANKS} --link nvlink", "ranks"),
+    )
+    for line, shown in cases:
+        done = trimtab(f"{line} -o found.json")
         assert shown in done.out
         assert (done.code, done.err) == (1, "trimtab: [Errno 28] No space left on device\n")
 
 
-def test_beside_what_is_no_file_there_is_no_configuration(trimtab):
-    of = ("plan", "tiny.py:task", "--ranks", "4", "--device", "H100 SXM", "--link", "nvlink", "--engine", "deepspeed")
-    done = trimtab(*of, "-o", os.devnull)
-    assert (done.code, done.err) == (0, "")
-    assert "zero_optimization" in json.loads(done.out.partition("DeepSpeed configuration: ")[2])
-    assert not Path(os.devnull).with_suffix(".deepspeed.json").exists()
-
-
-def test_a_loop_in_fp16_is_none_for_deepspeed(trimtab):
-    Path("half.py").write_text("""
-from dataclasses import replace
-from trimtab.core.objective import Reference
-import tiny
-task = replace(tiny.task, reference=Reference("fp16"))
-""")
-    options = ("--ranks", "2", "--link", "ib", "--engine", "deepspeed")
-    explained(trimtab("plan", "half:task", *options), "engine.precision_unsupported", "fp16", "--engine deepspeed")
-
-
-# train
+def test_a_loop_in_fp16_is_none_for_deepspeed(trimtab, tmp_path):
+    name = changed(tmp_path, "half", 'Reference("fp32")', 'Reference("fp16")')
+    done = trimtab(f"plan {name} --ranks 2 --link ib --engine deepspeed")
+    explained(done, "engine.precision_unsupported", "fp16", "--engine deepspeed")
 
 
 def test_a_training_is_kept_gone_on_with_and_looked_at(trimtab, tmp_path):
-    Path("plan.json").write_text(json.dumps(PLAN))
-    kept = ("train", "tiny:task", "--checkpoints", "kept", "--every", 4, "--record", "run.jsonl", "--json")
-    first = trimtab(*kept, "--plan", "plan.json", "--steps", 6).json
+    kept = "train tiny:task --checkpoints kept --every 4 --record run.jsonl --json"
+    first = trimtab(f"{kept} --plan plan.json --steps 6").json
     assert "resumed_at_rows" not in first
-    again = trimtab(*kept, "--steps", 9).json  # by the plan that it was saved with
+    again = trimtab(f"{kept} --steps 9").json  # by the plan that it was saved with
     assert again["resumed_at_rows"] == 6 * 32
-    whole = trimtab("train", "tiny:task", "--plan", "plan.json", "--steps", 9, "--json").json
+    whole = trimtab("train tiny:task --plan plan.json --steps 9 --json").json
     assert (again["loss"], again["accuracy"]) == (whole["loss"], whole["accuracy"])
     assert [step.index for step in read_record(tmp_path / "run.jsonl").steps] == list(range(9))
-    over = trimtab(*kept, "--steps", 9).json
+    over = trimtab(f"{kept} --steps 9").json
     assert (over["resumed_at_rows"], over["accuracy"]) == (9 * 32, whole["accuracy"])
-    found = trimtab("checkpoint", "verify", "kept", "--json").json["rows"]
+    found = trimtab("checkpoint verify kept --json").json["rows"]
     assert [(row["folder"], row["is_whole"], row["step"]) for row in found] == [
         ("step-9", True, 9),
         ("step-6", True, 6),
     ]
     (tmp_path / "kept" / "step-9" / "state.json").write_text("{}")
-    done = trimtab("checkpoint", "verify", "kept")
+    done = trimtab("checkpoint verify kept")
     assert done.code == 1
-    assert "--  step-9" in done.out
-    assert "state.json" in done.out
-    assert "2 bytes" in done.out
-    assert "ok  step-6         6 steps, 192 samples" in done.out
-    assert trimtab("checkpoint", "verify", "kept/step-6").code == 0
-    explained(trimtab("checkpoint", "verify", "absent"), "checkpoint.missing", "absent")
+    for shown in ("--  step-9", "state.json", "2 bytes", "ok  step-6         6 steps, 192 samples"):
+        assert shown in done.out
+    assert trimtab("checkpoint verify kept/step-6").code == 0
+    explained(trimtab("checkpoint verify absent"), "checkpoint.missing", "absent")
     (tmp_path / "kept" / "step-9" / "manifest.json").unlink()
-    lost = trimtab("checkpoint", "verify", "kept/step-9")
+    lost = trimtab("checkpoint verify kept/step-9")
     assert (lost.code, "--  step-9" in lost.out) == (1, True)
-    explained(trimtab(*kept, "--resume", "never"), "checkpoint.exists", "step-9", "kept")
+    explained(trimtab(f"{kept} --resume never"), "checkpoint.exists", "step-9", "kept")
 
 
 def test_a_checkpoint_that_is_put_aside_is_not_called_whole(trimtab, tmp_path):
-    Path("plan.json").write_text(json.dumps(PLAN))
-    trimtab("train", "tiny:task", "--plan", "plan.json", "--checkpoints", "kept", "--steps", 2)
+    trimtab("train tiny:task --plan plan.json --checkpoints kept --steps 2")
     (tmp_path / "kept" / "export").mkdir()
-    (tmp_path / "kept" / "export" / "manifest.json").write_text("{}")  # of a user's own folder nothing is said
-    assert trimtab("checkpoint", "verify", "kept").code == 0
+    (tmp_path / "kept" / "export" / "manifest.json").write_text("{}")  # a user's own folder is not reported
+    assert trimtab("checkpoint verify kept").code == 0
     forge(tmp_path / "kept" / "step-2", lambda said: said["about"].pop("plan"))
-    done = trimtab("checkpoint", "verify", "kept")
+    done = trimtab("checkpoint verify kept")
     assert done.code == 1
     assert "--  step-2" in done.out
-    (row,) = trimtab("checkpoint", "verify", "kept", "--json").json["rows"]
+    (row,) = trimtab("checkpoint verify kept --json").json["rows"]
     assert (row["folder"], row["is_whole"], row["code"]) == ("step-2", False, "checkpoint.metadata_invalid")
     assert "manifest.json" in row["says"]
 
 
 @pytest.mark.parametrize("name", ["notes.txt", "other.jsonl"])
-def test_a_kept_run_that_begins_writes_over_no_file_of_anothers(trimtab, tmp_path, name):
-    Path("plan.json").write_text(json.dumps(PLAN))
+def test_a_kept_run_that_begins_writes_over_no_file_of_anothers(trimtab, name):
     Path("notes.txt").write_text("what I learned\n")
-    other = ("train", "tiny:task", "--plan", "plan.json", "--steps", 2, "--seed", 3, "--record", "other.jsonl")
-    assert trimtab(*other).code == 0
+    assert trimtab("train tiny:task --plan plan.json --steps 2 --seed 3 --record other.jsonl").code == 0
     before = Path(name).read_bytes()
-    for plan in ((), ("--plan", "plan.json")):  # before one would be made
-        done = trimtab("train", "tiny:task", "--steps", 2, "--checkpoints", "new", "--record", name, *plan)
+    for plan in ("", "--plan plan.json"):  # before a plan would be made
+        done = trimtab(f"train tiny:task --steps 2 --checkpoints new --record {name} {plan}")
         explained(done, "record.other_run", "--record", name)
     assert Path(name).read_bytes() == before
-    assert not Path("new").exists()
-
-
-def test_a_kept_run_whose_record_has_no_folder_is_refused_before_it_begins(trimtab):
-    done = trimtab("train", "tiny:task", "--steps", 2, "--checkpoints", "new", "--record", "absent/run.jsonl")
-    explained(done, "folder.missing", "--record absent/run.jsonl")
     assert not Path("new").exists()
 
 
@@ -460,10 +388,14 @@ SECRET = "hunter2-and-nobody-else-s"
 def test_nothing_that_a_run_leaves_holds_what_the_environment_keeps_secret(trimtab, tmp_path, monkeypatch):
     for name in ("AWS_SECRET_ACCESS_KEY", "WANDB_API_KEY", "TRIMTAB_SECRET"):
         monkeypatch.setenv(name, f"{SECRET}-{name}")
-    Path("plan.json").write_text(json.dumps(PLAN))
-    kept = ("train", "tiny:task", "--checkpoints", "kept", "--every", 1, "--record", "run.jsonl")
-    said = [trimtab(*kept, "--plan", "plan.json", "--steps", 2), trimtab(*kept, "--steps", 4, "--json")]
-    said += [trimtab("report", "run.jsonl", "--out", "pages"), trimtab("checkpoint", "verify", "kept")]
+    kept = "train tiny:task --checkpoints kept --every 1 --record run.jsonl"
+    lines = (
+        f"{kept} --plan plan.json --steps 2",
+        f"{kept} --steps 4 --json",
+        "report run.jsonl --out pages",
+        "checkpoint verify kept",
+    )
+    said = [trimtab(line) for line in lines]
     assert [done.code for done in said] == [0] * 4
     assert not any(SECRET in done.out + done.err for done in said)
     left = [path for path in tmp_path.rglob("*") if path.is_file()]
@@ -472,30 +404,20 @@ def test_nothing_that_a_run_leaves_holds_what_the_environment_keeps_secret(trimt
     assert not [path for path in left if SECRET.encode() in path.read_bytes()]
 
 
-@pytest.mark.parametrize("option", [("--every", 4), ("--accept", "torch")])
-def test_what_is_said_of_checkpoints_that_there_are_none_of_is_refused(trimtab, option):
-    done = trimtab("train", "tiny:task", "--steps", 2, *option)
-    explained(done, "option.required", f"{option[0]} {option[1]}", "--checkpoints", "--resume auto")
-
-
 def test_a_run_is_kept_by_its_tasks_name_and_gone_on_with_as_it_was_begun(trimtab, tmp_path):
-    Path("plan.json").write_text(json.dumps(PLAN))
-    begun = ("train", "tiny:task", "--resume", "auto", "--json")
-    trimtab(*begun, "--plan", "plan.json", "--steps", 2)
+    begun = "train tiny:task --resume auto --json"
+    trimtab(f"{begun} --plan plan.json --steps 2")
     assert (tmp_path / "runs" / "train-tiny" / "step-2").is_dir()
-    assert trimtab(*begun, "--steps", 3).json["resumed_at_rows"] == 2 * 32
-    done = trimtab(*begun, "--steps", 3).json
-    assert "loss" not in done  # no step was left
-    for option in (("--adapt", "batch"), ("--memory", "1GiB")):
-        explained(trimtab(*begun, "--steps", 4, *option), "resume.plan_fixed", option[0])
-    explained(trimtab(*begun, "--steps", 4, "--seed", 1), "resume.seed_differs", "seed: got 1; expected 0")
+    assert trimtab(f"{begun} --steps 3").json["resumed_at_rows"] == 2 * 32
+    assert "loss" not in trimtab(f"{begun} --steps 3").json  # no step was left
+    for option in ("--adapt batch", "--memory 1GiB"):
+        explained(trimtab(f"{begun} --steps 4 {option}"), "resume.plan_fixed", option.split()[0])
+    explained(trimtab(f"{begun} --steps 4 --seed 1"), "resume.seed_differs", "seed: got 1; expected 0")
 
 
 def test_training_through_a_plan_file_with_a_record(trimtab, tmp_path):
-    Path("plan.json").write_text(json.dumps(PLAN))
-    arguments = ("train", "tiny:task", "--plan", "plan.json", "--steps", 12, "--record", "run.jsonl")
-    done = trimtab(*arguments)
-    assert (done.code, done.err) == (0, "")
+    line = "train tiny:task --plan plan.json --steps 12 --record run.jsonl"
+    done = trimtab(line).succeeded()
     assert "steps: 12\nrows: 384\n" in done.out
     assert "accuracy: 0." in done.out
     record = read_record(tmp_path / "run.jsonl")
@@ -503,48 +425,25 @@ def test_training_through_a_plan_file_with_a_record(trimtab, tmp_path):
     assert [step.index for step in record.steps] == list(range(12))
     assert record.header.plan["micro_batch"]["value"] == 8
     assert f"accuracy: {record.evaluations[-1].metrics['accuracy']}" in done.out
-    explained(trimtab(*arguments), "record.exists", "run.jsonl")
-
-
-PLAN = {"batch_size": 32, "micro_batch": {"value": 8, "reason": "set by hand"}}
-
-
-def test_training_as_json_is_a_function_of_the_seed(trimtab):
-    Path("plan.json").write_text(json.dumps(PLAN))
-    runs = [
-        trimtab("train", "tiny:task", "--plan", "plan.json", "--steps", 8, "--seed", s, "--json").json
-        for s in (1, 1, 2)
-    ]
-    assert [(run["task"], run["steps"], run["rows"]) for run in runs] == [("tiny", 8, 256)] * 3
-    assert runs[0]["loss"] == runs[1]["loss"] != runs[2]["loss"]
-    assert runs[0]["accuracy"] == runs[1]["accuracy"]
-    assert runs[0]["samples_per_s"] > 0
-
-
-def test_training_a_few_rows_a_step_judged_by_a_few_batches(trimtab):
-    done = trimtab("train", "tiny:task", "--batch-size", 8, "--judged", 1, "--steps", 2, "--json")
-    assert done.json["rows"] == 16
-    assert done.json["data_on"].startswith("host: trained on the processor")
+    explained(trimtab(line), "record.exists", "run.jsonl")
 
 
 def test_a_task_is_begun_in_a_new_file_and_runs_as_it_is(trimtab, tmp_path):
-    done = trimtab("init")
-    assert (done.code, done.err) == (0, "")
-    assert "trimtab compare my_task.py:task --quick" in done.out
+    assert "trimtab compare my_task.py:task --quick" in trimtab("init").succeeded().out
     explained(trimtab("init"), "file.exists", "my_task.py")
-    explained(trimtab("init", "my-task.py"), "file.name_invalid", "my-task.py", "my_task.py")
-    explained(trimtab("init", "none/mine.py"), "folder.missing", "none")
-    assert trimtab("init", "mine.py").code == 0
+    explained(trimtab("init my-task.py"), "file.name_invalid", "my-task.py", "my_task.py")
+    explained(trimtab("init none/mine.py"), "folder.missing", "none")
+    assert trimtab("init mine.py").code == 0
     assert "trimtab plan mine.py:task" in (tmp_path / "mine.py").read_text()
     (tmp_path / "plan.json").write_text(to_json(Plan.fixed(256)))
-    found = trimtab("train", "mine.py:task", "--plan", "plan.json", "--steps", 40, "--json").json
+    found = trimtab("train mine.py:task --plan plan.json --steps 40 --json").json
     assert (found["task"], found["data"]) == ("mine", "four classes, made up (TensorDataset and TensorDataset)")
     assert found["accuracy"] > 0.5  # of four classes
 
 
 def test_what_is_to_be_typed_next_names_a_file_in_any_folder(trimtab):
     Path("my dir").mkdir()
-    done = trimtab("init", "my dir/task.py")
+    done = trimtab("init 'my dir/task.py'")
     assert "  trimtab compare 'my dir/task.py:task' --quick\n" in done.out
     text = Path("my dir/task.py").read_text()
     assert "\ntrimtab plan 'my dir/task.py:task' " in text
@@ -552,131 +451,128 @@ def test_what_is_to_be_typed_next_names_a_file_in_any_folder(trimtab):
 
 
 def test_what_the_next_command_lacks_is_said_where_a_task_is_begun(trimtab, monkeypatch):
-    assert "pip install" not in trimtab("init", "with_it.py").out
+    assert "pip install" not in trimtab("init with_it.py").out
     monkeypatch.setattr(sys.modules["trimtab.cli.main"], "find_spec", lambda name: None)
-    assert "pip install 'trimtab[report]'" in trimtab("init", "without_it.py").out
+    assert "pip install 'trimtab[report]'" in trimtab("init without_it.py").out
 
 
 def test_training_makes_its_own_plan(trimtab):
-    done = trimtab("train", "tiny:task", "--steps", 4, "--adapt", "learning-rate,batch", "--json")
+    done = trimtab("train tiny:task --steps 4 --adapt learning-rate,batch --json").succeeded()
     assert done.json["steps"] == 4
-    assert done.err == ""
+    done = trimtab("train tiny:task --batch-size 8 --judged 1 --steps 2 --json")
+    assert done.json["rows"] == 16
+    assert done.json["data_on"].startswith("host: trained on the processor")
+    runs = [trimtab(f"train tiny:task --plan plan.json --steps 8 --seed {seed} --json").json for seed in (1, 1, 2)]
+    assert [(run["task"], run["steps"], run["rows"]) for run in runs] == [("tiny", 8, 256)] * 3
+    assert runs[0]["loss"] == runs[1]["loss"] != runs[2]["loss"]
+    assert runs[0]["accuracy"] == runs[1]["accuracy"]
+    assert runs[0]["samples_per_s"] > 0
 
 
 def test_training_says_what_it_took_or_why_that_is_not_known(trimtab, tmp_path):
-    found = trimtab("train", "tiny.py:task", "--steps", 3, "--record", "run.jsonl", "--json").json
+    found = trimtab("train tiny.py:task --steps 3 --record run.jsonl --json").json
     assert (found["energy"], found["energy_j"]) == ("not measured: none that tests read", None)
     record = read_record(tmp_path / "run.jsonl")
     assert record.header.detail["meter"]["provenance"] == "absent"
-    found = trimtab("train", "tiny.py:task", "--steps", 3, "--energy-watts", 90, "--json").json
+    found = trimtab("train tiny.py:task --steps 3 --energy-watts 90 --json").json
     assert found["energy"].endswith("estimated (90 W, as given)")
     assert found["energy_j"] > 0
 
 
 def test_training_says_its_carbon_of_one_kind_or_why_it_is_not_known(trimtab, tmp_path):
-    train = ("train", "tiny.py:task", "--steps", 3, "--carbon", 360, "--json")
-    explained(trimtab(*train), "carbon.kind_missing", "average", "marginal")
-    found = trimtab(*train, "--carbon-kind", "average").json
+    train = "train tiny.py:task --steps 3 --carbon 360 --json"
+    explained(trimtab(train), "carbon.kind_missing", "average", "marginal")
+    found = trimtab(f"{train} --carbon-kind average").json
     assert (found["carbon"], found["carbon_g"]) == ("unknown: none that tests read", None)
-    found = trimtab(*train, "--carbon-kind", "marginal", "--energy-watts", 90).json
+    found = trimtab(f"{train} --carbon-kind marginal --energy-watts 90").json
     assert found["carbon_g"] == pytest.approx(found["energy_j"] * 360 / 3.6e6, rel=1e-12)
     assert found["carbon"].endswith("g CO2e (marginal carbon intensity, estimated energy)")
     (tmp_path / "old.csv").write_text("time,g_per_kwh\n2020-01-01T00:00Z,100\n2020-01-01T01:00Z,300\n")
-    old = trimtab("train", "tiny.py:task", "--steps", 3, "--carbon", "old.csv", "--carbon-kind", "average")
+    old = trimtab("train tiny.py:task --steps 3 --carbon old.csv --carbon-kind average")
     explained(old, "intensity.not_current", "2020-01-01T00:00")
-    explained(trimtab("train", "tiny.py:task", "--carbon-kind", "average"), "option.required", "--carbon-kind average")
 
 
 @pytest.mark.usefixtures("profile_json")
-def test_energy_that_is_weighed_without_a_meter_is_refused_estimated_or_left_out(trimtab, tmp_path):
-    plan = ("plan", "tiny.py:task", "--energy-weight", 1)
-    explained(trimtab(*plan), "energy.no_meter", "none that tests read", "renormalise")
-    left = trimtab(*plan, "--without-meter", "renormalise")
+def test_energy_that_is_weighed_without_a_meter_is_refused_estimated_or_left_out(trimtab):
+    plan = "plan tiny.py:task --energy-weight 1"
+    explained(trimtab(plan), "energy.no_meter", "none that tests read", "renormalise")
+    left = trimtab(f"{plan} --without-meter renormalise")
     assert "energy: not measured: none that tests read. Its weight of 0.5 in the objective was set to 0" in left.out
-    assert "energy: estimated (90 W, as given)" in trimtab(*plan, "--energy-watts", 90, "--explain").out
-    explained(trimtab("plan", "profile.json", "--energy-weight", 1), "energy.not_measured", "energy")
-    explained(trimtab("plan", "profile.json", "--energy-watts", 5), "option.conflict", "--energy-watts")
-    explained(trimtab(*plan, "--device", "H100 SXM"), "energy.no_meter", "H100 SXM")
+    assert "energy: estimated (90 W, as given)" in trimtab(f"{plan} --energy-watts 90 --explain").out
+    explained(trimtab("plan profile.json --energy-weight 1"), "energy.not_measured", "energy")
+    explained(trimtab("plan profile.json --energy-watts 5"), "option.conflict", "--energy-watts")
+    explained(trimtab(f"{plan} --device 'H100 SXM'"), "energy.no_meter", "H100 SXM")
 
 
 def test_a_diverged_run_is_still_one_json_object(trimtab, tmp_path):
-    Path("plan.json").write_text(json.dumps(PLAN))
     name = changed(tmp_path, "diverging", "lr=3e-3", "lr=1e30")
-    done = trimtab("train", name, "--plan", "plan.json", "--steps", 5, "--nonfinite", "continue", "--json")
+    done = trimtab(f"train {name} --plan plan.json --steps 5 --nonfinite continue --json")
     assert done.code == 0
     assert done.json["loss"] in ("nan", "inf")
-    refused = trimtab("train", name, "--plan", "plan.json", "--steps", 5, "--json")
+    refused = trimtab(f"train {name} --plan plan.json --steps 5 --json")
     assert (refused.code, refused.out) == (1, "")
 
 
-# compare and report
+REPORT = {"report.json", "report.html", "report.md"}
 
 
 def test_a_comparison_and_its_report(trimtab, tmp_path):
-    done = trimtab("compare", "tiny.py:task", "--quick", "--pairs", 2, "--adapt", "none", "--out", "out", "--json")
-    assert (done.code, done.err) == (0, "")
-    found = done.json
+    line = "compare tiny.py:task --quick --pairs 2 --adapt none --out out"
+    found = trimtab(f"{line} --json").succeeded().json
     assert (found["schema"], found["name"]) == (1, "compare")
     assert {row["metric"] for row in found["rows"]} >= {"throughput_ratio", "time_to_target_ratio", "planning_s"}
     saved = read_json(Comparison, tmp_path / "out" / "report.json")
     assert saved.num_pairs == 2
-    assert saved.command == "trimtab compare tiny.py:task --quick --pairs 2 --adapt none --out out --json"
-    assert {path.name for path in (tmp_path / "out").glob("report.*")} == {"report.json", "report.html", "report.md"}
+    assert saved.command == f"trimtab {line} --json"
+    assert {path.name for path in (tmp_path / "out").glob("report.*")} == REPORT
 
-    resumed = trimtab("compare", "tiny.py:task", "--quick", "--pairs", 2, "--adapt", "none", "--out", "out")
-    assert (resumed.code, resumed.err) == (0, "")
-    assert resumed.out.rstrip().endswith("report: out/report.html")
-    explained(
-        trimtab("compare", "tiny:task", "--quick", "--cap", 9, "--out", "out"),
-        "folder.settings_differ",
-        "cap_s",
-        "--out",
-    )
-    budget = ("--quick", "--adapt", "none", "--memory", "1GiB", "--out", "out")
-    explained(trimtab("compare", "tiny:task", *budget), "folder.settings_differ", "budget")
+    assert trimtab(line).succeeded().out.rstrip().endswith("report: out/report.html")
+    for option, setting in (("--cap 9", "cap_s"), ("--adapt none --memory 1GiB", "budget")):
+        done = trimtab(f"compare tiny:task --quick {option} --out out")
+        explained(done, "folder.settings_differ", setting, "--out")
 
     assert set(saved.memory) == {"reference", "equivalent_plan"}
     assert saved.memory["reference"].peak_bytes > 0
 
-    again = trimtab("report", "out", "--out", "elsewhere")
-    assert (again.code, again.err) == (0, "")
+    again = trimtab("report out --out elsewhere").succeeded()
     assert again.out.rstrip().endswith("report: elsewhere/report.html")
     assert (tmp_path / "elsewhere" / "report.md").read_text() == (tmp_path / "out" / "report.md").read_text()
-    as_json = trimtab("report", "out/report.json", "--json")
-    assert as_json.json["rows"] == trimtab("report", "out", "--json").json["rows"]
+    as_json = trimtab("report out/report.json --json")
+    assert as_json.json["rows"] == trimtab("report out --json").json["rows"]
     assert {row["metric"] for row in as_json.json["rows"]} == {row["metric"] for row in found["rows"]}
 
-    trimtab("train", "tiny:task", "--steps", 2, "--record", "run.jsonl")
-    several = trimtab("report", "out", "run.jsonl")
-    assert (several.code, several.err) == (0, "")
+    trimtab("train tiny:task --steps 2 --record run.jsonl")
+    several = trimtab("report out run.jsonl").succeeded()
     assert "report: out/report.html" in several.out
     assert several.out.rstrip().endswith("report: run.html")
-    lines = trimtab("report", "out", "run.jsonl", "--json").out.splitlines()
+    lines = trimtab("report out run.jsonl --json").out.splitlines()
     assert [json.loads(line).get("name", "") for line in lines] == ["compare", ""]
-    explained(trimtab("report", "out", "run.jsonl", "--out", "page"), "option.conflict", "2 runs")
-    explained(trimtab("report", "out", "tiny.py"), "json.invalid", "tiny.py")
-    explained(trimtab("report", "out", "."), "format.invalid")
+    explained(trimtab("report out run.jsonl --out page"), "option.conflict", "2 runs")
+    explained(trimtab("report out tiny.py"), "json.invalid", "tiny.py")
+    explained(trimtab("report out ."), "format.invalid")
 
 
-def test_a_report_to_be_written_to_a_file_is_refused_before_any_run_is_read(trimtab):
+def test_reports_and_kept_runs_are_refused_before_anything_begins(trimtab):
     Path("page.html").write_text("mine")
-    explained(trimtab("report", "absent", "--out", "page.html"), "folder.is_file", "page.html")
+    explained(trimtab("report absent --out page.html"), "folder.is_file", "page.html")
     assert Path("page.html").read_text() == "mine"
+    done = trimtab("train tiny:task --steps 2 --checkpoints new --record absent/run.jsonl")
+    explained(done, "folder.missing", "--record absent/run.jsonl")
+    assert not Path("new").exists()
 
 
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ((), "Energy is not measured: none that tests read."),
-        (("--energy-watts", 50), "Energy is estimated (50 W, as given)."),
+        ("", "Energy is not measured: none that tests read."),
+        ("--energy-watts 50", "Energy is estimated (50 W, as given)."),
     ],
 )
 def test_a_comparison_says_where_its_joules_are_from(trimtab, tmp_path, given, said):
-    how = ("--pairs", 2, "--no-peers", "--adapt", "none", "--out", "out")
-    done = trimtab("compare", "tiny.py:task", *how, *given, "--json")
-    assert (done.code, done.err) == (0, "")
+    done = trimtab(f"compare tiny.py:task --pairs 2 --no-peers --adapt none --out out {given} --json").succeeded()
     saved = read_json(Comparison, tmp_path / "out" / "report.json")
-    assert said in (tmp_path / "out" / "report.md").read_text()
+    page = (tmp_path / "out" / "report.md").read_text()
+    assert said in page
     found = [row for row in done.json["rows"] if row["metric"] == "energy_ratio"]
     assert bool(found) == bool(given)
     assert {row["verdict"] for row in found} <= {"no verdict"}
@@ -684,126 +580,63 @@ def test_a_comparison_says_where_its_joules_are_from(trimtab, tmp_path, given, s
     for is_charged in (False, True):
         assert any(row.arm_j for row in saved.target_rows if row.charged is is_charged) == bool(given)
     assert {row.get("planning_j", 0) > 0 for row in done.json["rows"] if row["metric"] == "planning_s"} == {bool(given)}
-    assert bool(
-        re.search(r"Planning took \S+ k?J for the equivalent plan", (tmp_path / "out" / "report.md").read_text())
-    ) == bool(given)
+    assert bool(re.search(r"Planning took \S+ k?J for the equivalent plan", page)) == bool(given)
 
 
-def test_a_plan_that_was_made_before_is_raced(trimtab, tmp_path):
-    (tmp_path / "mine.json").write_text(to_json(Plan.fixed(32, micro_batch=8)))
-    done = trimtab("compare", "tiny.py:task", "--quick", "--pairs", 1, "--plan", "mine.json", "--out", "given")
-    assert (done.code, done.err) == (0, "")
+def test_a_plan_that_was_made_before_is_raced_or_ablated(trimtab, tmp_path):
+    trimtab("compare tiny.py:task --quick --pairs 1 --plan plan.json --out given").succeeded()
     saved = read_json(Comparison, tmp_path / "given" / "report.json")
-    assert saved.plans == {"equivalent": Plan.fixed(32, micro_batch=8)}
-    (tmp_path / "freed.json").write_text(to_json(Plan.fixed(32, learning_rate_scale=2.0)))
-    explained(
-        trimtab("compare", "tiny.py:task", "--plan", "freed.json", "--out", "no"),
-        "plan.not_equivalent",
-        "learning rate",
-    )
-    (tmp_path / "larger.json").write_text(to_json(Plan.fixed(64)))
-    explained(
-        trimtab("compare", "tiny.py:task", "--plan", "larger.json", "--out", "no"), "plan.batch_differs", "64", "32"
-    )
-    tuned = trimtab("compare", "tiny.py:task", "--plan", "mine.json", "--adapt", "learning-rate", "--out", "no")
-    explained(tuned, "option.conflict", "--adapt learning-rate", "--plan")
+    assert saved.plans == {"equivalent": PLAN}
+    (tmp_path / "mine.json").write_text(to_json(Plan.fixed(32)))
+    done = trimtab("ablate tiny.py:task --plan mine.json --out out").succeeded()
+    assert "nothing to ablate" in done.out
 
 
 def test_phases_of_a_plan_and_of_what_was_measured(trimtab, tmp_path):
     """Measured once; then read back beside a comparison's, without running anything."""
-    (tmp_path / "mine.json").write_text(to_json(Plan.fixed(32, micro_batch=8)))
-    done = trimtab("phases", "tiny.py:task", "--plan", "mine.json", "--rounds", 2, "--out", "found.json")
-    assert (done.code, done.err) == (0, "")
+    done = trimtab("phases tiny.py:task --plan plan.json --rounds 2 --out found.json").succeeded()
     assert "Where the gain comes from: tiny" in done.out
     assert "forward: Linear" in done.out
     found = read_json(PhaseResult, tmp_path / "found.json")
     assert len(found.gains[0].plan.laps) == 2
-    shown = trimtab("report", "found.json")
-    assert (shown.code, shown.err) == (0, "")
-    assert "Where the gain comes from: tiny" in shown.out
+    assert "Where the gain comes from: tiny" in trimtab("report found.json").succeeded().out
 
-    compared = trimtab(
-        "compare",
-        "tiny.py:task",
-        "--pairs",
-        1,
-        "--no-peers",
-        "--adapt",
-        "none",
-        "--plan",
-        "mine.json",
-        "--out",
-        "out",
-        "--json",
-    )
-    assert (compared.code, compared.err) == (0, "")
-    metrics = {row["metric"] for row in compared.json["rows"]}
+    line = "compare tiny.py:task --pairs 1 --no-peers --adapt none --plan plan.json --out out --json"
+    metrics = {row["metric"] for row in trimtab(line).succeeded().json["rows"]}
     assert metrics >= {"phase_saved_s", "third_speed_ratio"}
     assert "Early, middle and late" in (tmp_path / "out" / "report.md").read_text()
-    beside = trimtab("phases", "found.json", "out", "--json").json
+    beside = trimtab("phases found.json out --json").json
     assert (beside["schema"], beside["name"]) == (1, "phases")
     assert len([row for row in beside["rows"] if row["metric"] == "step_speedup"]) == 2
-    assert "Side by side" in trimtab("phases", "found.json", "out").out
+    assert "Side by side" in trimtab("phases found.json out").out
 
 
-def test_phases_of_what_cannot_be_told_are_refused(trimtab, tmp_path):
-    (tmp_path / "mine.json").write_text(to_json(Plan.fixed(32, micro_batch=8)))
-    explained(
-        trimtab("phases", "tiny:task", "tiny.py:task", "--plan", "mine.json"), "plan.several_tasks", "--plan", "2 "
-    )
-    explained(
-        trimtab("phases", "tiny:task", "--plan", "mine.json", "--memory", "1GiB"), "option.conflict", "--memory 1GiB"
-    )
-    explained(trimtab("phases", "mine.json"), "json.schema", "phaseresult.schema", "14")
-    explained(trimtab("phases", "tiny:task", "--out", "no/where.json"), "folder.missing", "--out no/where.json")
-    quick = ("--quick", "--pairs", 1, "--plan", "mine.json", "--out", "out")
-    assert trimtab("compare", "tiny.py:task", *quick).code == 0
-    explained(trimtab("phases", "out"), "phases.not_measured", "--quick")
-
-
-@pytest.mark.parametrize("flags", [("--adapt", "learning-rate"), ("--peers",), ("--whole", 2)])
-def test_a_quick_comparison_with_what_it_leaves_out_is_refused(trimtab, flags):
-    explained(trimtab("compare", "tiny:task", "--quick", *flags, "--out", "no"), "option.conflict", "--quick", flags[0])
-
-
-# ablate
+def test_phases_that_a_quick_comparison_did_not_measure_are_refused(trimtab):
+    assert trimtab("compare tiny.py:task --quick --pairs 1 --plan plan.json --out out").code == 0
+    explained(trimtab("phases out"), "phases.not_measured", "--quick")
 
 
 def test_an_ablation_and_its_report(trimtab, tmp_path):
     (tmp_path / "mine.json").write_text(to_json(Plan.fixed(32, micro_batch=8, fused_optimizer=True)))
-    asked = ("ablate", "tiny.py:task", "--quick", "--seeds", 1, "--plan", "mine.json", "--out", "out")
-    done = trimtab(*asked, "--json")
-    assert (done.code, done.err) == (0, "")
-    found = done.json
+    asked = "ablate tiny.py:task --quick --seeds 1 --plan mine.json --out out"
+    found = trimtab(f"{asked} --json").succeeded().json
     assert (found["schema"], found["name"]) == (1, "ablate")
-    told = {
-        (row["change"], row["setting"])
-        for row in found["rows"]
-        if row["metric"] == "throughput_ratio" and "change" in row
+    of_speed = [row for row in found["rows"] if row["metric"] == "throughput_ratio" and "change" in row]
+    assert {(row["change"], row["setting"]) for row in of_speed} == {
+        (change, setting)
+        for change in ("micro_batch", "fused_optimizer")
+        for setting in ("alone", "in the plan", "interaction")
     }
-    assert told == {(c, s) for c in ("micro_batch", "fused_optimizer") for s in ("alone", "in the plan", "interaction")}
-    assert {path.name for path in (tmp_path / "out").glob("report.*")} == {"report.json", "report.html", "report.md"}
+    assert {path.name for path in (tmp_path / "out").glob("report.*")} == REPORT
 
-    resumed = trimtab(*asked)
-    assert (resumed.code, resumed.err) == (0, "")
+    resumed = trimtab(asked).succeeded()
     assert "the plan without fused optimizer" in resumed.out or "the loop with micro batch 8" in resumed.out
     assert resumed.out.rstrip().endswith("report: out/report.html")
-    explained(trimtab(*asked[:-1], "out", "--pairwise"), "folder.settings_differ", "ablation", "--out")
+    explained(trimtab(f"{asked} --pairwise"), "folder.settings_differ", "ablation", "--out")
 
-    again = trimtab("report", "out", "--out", "elsewhere")
-    assert (again.code, again.err) == (0, "")
+    trimtab("report out --out elsewhere").succeeded()
     assert (tmp_path / "elsewhere" / "report.md").read_text() == (tmp_path / "out" / "report.md").read_text()
-    assert trimtab("report", "out", "--json").json["name"] == "ablate"
-
-
-def test_a_plan_that_changes_nothing_is_ablated_in_a_sentence(trimtab, tmp_path):
-    (tmp_path / "mine.json").write_text(to_json(Plan.fixed(32)))
-    done = trimtab("ablate", "tiny.py:task", "--plan", "mine.json", "--out", "out")
-    assert (done.code, done.err) == (0, "")
-    assert "nothing to ablate" in done.out
-
-
-# Options of several commands
+    assert trimtab("report out --json").json["name"] == "ablate"
 
 
 def test_none_is_adapted_beside_nothing_else():
@@ -817,164 +650,155 @@ def test_none_is_adapted_beside_nothing_else():
 def test_other_ranks_than_a_launcher_started_are_refused(trimtab, monkeypatch, command):
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    done = trimtab(command, "tiny:task", "--ranks", 3)
-    explained(done, "ranks.launcher_differs", "3", "2 processes")
+    explained(trimtab(f"{command} tiny:task --ranks 3"), "ranks.launcher_differs", "3", "2 processes")
 
 
-# What user code prints
-
-
-def test_what_user_code_prints_does_not_mix_with_the_result(trimtab, tmp_path):
-    name = changed(
-        tmp_path,
-        "loud",
-        "\ndef load_data() -> TaskData:\n",
-        "\nprint('imported')\ndef load_data():\n    print('loading')\n",
-    )
-    done = trimtab("profile", name, "--json")
+def test_user_code_is_kept_from_the_result_and_its_errors_are_one_line(trimtab, tmp_path):
+    loud = "\nprint('imported')\ndef load_data():\n    print('loading')\n"
+    name = changed(tmp_path, "loud", "\ndef load_data() -> TaskData:\n", loud)
+    done = trimtab(f"profile {name} --json")
     assert done.json["schema"] == PROFILE_SCHEMA
     assert done.err == "imported\nloading\n"
+    failing = "    raise ArithmeticError('no loss today\\nnor ever')\n"
+    name = changed(tmp_path, "odd", "    points, labels = batch\n", failing)
+    explained(trimtab(f"plan {name}"), "loss.failed", "ArithmeticError: no loss today", "TRIMTAB_TRACEBACK=1")
 
 
-# Errors
-
-
+# A command line, the error's code, and names and values in its line.
 ERRORS = [
-    (("plan", "nonsense"), "value.invalid", ("'nonsense'", "source_gpt", "my_module:attribute")),
-    (("plan", "absent:task"), "value.invalid", ("absent",)),
-    (("plan", "absent.py:task"), "value.invalid", ("absent.py",)),
-    (("plan", "tiny:nothing"), "value.invalid", ("'nothing'", "tiny")),
-    (("plan", "broken:task"), "format.invalid", ("broken", "ZeroDivisionError")),
-    (("profile", "absent:task"), "value.invalid", ("absent",)),
-    (("train", "absent:task"), "value.invalid", ("absent",)),
-    (("compare", "absent:task", "--out", "out"), "value.invalid", ("absent",)),
-    (("plan", "absent.json"), "file.unreadable", ("absent.json", "Profile")),
-    (("plan", "damaged.json"), "json.invalid", ()),
-    (("train", "tiny:task", "--plan", "absent.json"), "file.unreadable", ("absent.json", "Plan")),
-    (("train", "tiny:task", "--plan", "other.json"), "plan.batch_differs", ("got 64", "expected 32")),
+    ("plan nonsense", "value.invalid", "'nonsense'", "source_gpt", "my_module:attribute"),
+    ("plan absent:task", "value.invalid", "absent"),
+    ("plan absent.py:task", "value.invalid", "absent.py"),
+    ("plan tiny:nothing", "value.invalid", "'nothing'", "tiny"),
+    ("plan broken:task", "format.invalid", "broken", "ZeroDivisionError"),
+    ("profile absent:task", "value.invalid", "absent"),
+    ("train absent:task", "value.invalid", "absent"),
+    ("compare absent:task --out out", "value.invalid", "absent"),
+    ("plan absent.json", "file.unreadable", "absent.json", "Profile"),
+    ("plan damaged.json", "json.invalid"),
+    ("train tiny:task --plan absent.json", "file.unreadable", "absent.json", "Plan"),
+    ("train tiny:task --plan other.json", "plan.batch_differs", "got 64", "expected 32"),
+    ("train tiny:task --plan plan.json --batch-size 8", "plan.batch_differs", "got 32", "expected 8"),
+    ("compare tiny:task --against fast", "recipe.missing", "tiny", "fast", "strict, strong"),
+    ("compare tiny:task --against muon", "recipe.missing", "tiny", "muon"),
+    ("compare tiny:task --against strict --no-peers", "option.conflict", "--against", "--no-peers"),
+    ("compare tiny:task --against strict --ranks 2", "option.conflict", "2 ranks", "--peers"),
+    ("ablate absent:task --out out", "value.invalid", "absent"),
+    ("ablate tiny:task --plan absent.json", "file.unreadable", "absent.json", "Plan"),
+    ("ablate tiny:task --plan damaged.json --out out", "json.invalid"),
+    ("ablate tiny:task --plan other.json --out out", "plan.batch_differs", "64", "32", "tiny"),
+    ("ablate tiny:task --plan plan.json --memory 1GiB", "option.conflict", "--memory 1GiB"),
+    ("ablate tiny:task --plan plan.json --adapt learning-rate", "option.conflict", "--adapt learning-rate", "--plan"),
+    ("ablate tiny:task --adapt batch", "value.invalid", "--adapt", "'batch'"),
+    ("ablate tiny:task --quick --whole 2", "option.conflict", "--quick", "--whole"),
+    ("ablate tiny:task --out plan.json", "folder.is_file", "plan.json"),
+    ("report absent", "file.unreadable", "absent", "comparison"),
+    ("report .", "format.invalid"),
+    ("report damaged.json", "json.invalid"),
+    ("plan tiny:task --memory lots", "value.invalid", "'lots'", "8GiB"),
+    ("profile tiny:task --memory -1GiB", "value.invalid", "'-1GiB'"),
+    ("compare tiny:task --memory 0", "value.invalid", "'0'"),
     (
-        ("train", "tiny:task", "--plan", "plan.json", "--batch-size", "8"),
-        "plan.batch_differs",
-        ("got 32", "expected 8"),
-    ),
-    (("compare", "tiny:task", "--against", "fast"), "recipe.missing", ("tiny", "fast", "strict, strong")),
-    (("compare", "tiny:task", "--against", "muon"), "recipe.missing", ("tiny", "muon")),
-    (("compare", "tiny:task", "--against", "strict", "--no-peers"), "option.conflict", ("--against", "--no-peers")),
-    (("compare", "tiny:task", "--against", "strict", "--ranks", "2"), "option.conflict", ("2 ranks", "--peers")),
-    (("ablate", "absent:task", "--out", "out"), "value.invalid", ("absent",)),
-    (("ablate", "tiny:task", "--plan", "absent.json"), "file.unreadable", ("absent.json", "Plan")),
-    (("ablate", "tiny:task", "--plan", "damaged.json", "--out", "out"), "json.invalid", ()),
-    (("ablate", "tiny:task", "--plan", "other.json", "--out", "out"), "plan.batch_differs", ("64", "32", "tiny")),
-    (("ablate", "tiny:task", "--plan", "plan.json", "--memory", "1GiB"), "option.conflict", ("--memory 1GiB",)),
-    (
-        ("ablate", "tiny:task", "--plan", "plan.json", "--adapt", "learning-rate"),
-        "option.conflict",
-        ("--adapt learning-rate", "--plan"),
-    ),
-    (("ablate", "tiny:task", "--adapt", "batch"), "value.invalid", ("--adapt", "'batch'")),
-    (("ablate", "tiny:task", "--quick", "--whole", "2"), "option.conflict", ("--quick", "--whole")),
-    (("ablate", "tiny:task", "--out", "plan.json"), "folder.is_file", ("plan.json",)),
-    (("report", "absent"), "file.unreadable", ("absent", "comparison")),
-    (("report", "."), "format.invalid", ()),
-    (("report", "damaged.json"), "json.invalid", ()),
-    (("plan", "tiny:task", "--memory", "lots"), "value.invalid", ("'lots'", "8GiB")),
-    (("profile", "tiny:task", "--memory", "-1GiB"), "value.invalid", ("'-1GiB'",)),
-    (("compare", "tiny:task", "--memory", "0"), "value.invalid", ("'0'",)),
-    (
-        ("plan", "tiny:task", "--adapt", "all"),
+        "plan tiny:task --adapt all",
         "value.invalid",
-        ("'all'", "learning-rate, schedule, optimizer, dropout, batch, none"),
+        "'all'",
+        "learning-rate, schedule, optimizer, dropout, batch, none",
     ),
-    (("train", "tiny:task", "--adapt", "x"), "value.invalid", ("--adapt", "'x'")),
-    (("train", "tiny:task", "--adapt", "x", "--plan", "plan.json"), "value.invalid", ("--adapt", "'x'")),
+    ("train tiny:task --adapt x", "value.invalid", "--adapt", "'x'"),
+    ("train tiny:task --adapt x --plan plan.json", "value.invalid", "--adapt", "'x'"),
+    ("train tiny:task --adapt learning-rate --plan plan.json", "option.conflict", "--adapt learning-rate", "--plan"),
+    ("plan profile.json --adapt learning-rate", "option.conflict", "--adapt learning-rate", "profile.json"),
+    ("compare tiny:task --adapt x", "value.invalid", "--adapt", "'x'"),
+    ("compare tiny:task --adapt batch --memory 1GiB", "option.conflict", "--adapt batch", "--memory"),
+    ("compare tiny:task --cap -1", "cap.not_positive", "-1"),
+    ("profile tiny:task -o absent/profile.json", "folder.missing", "--out absent/profile.json"),
+    ("plan tiny:task -o absent/plan.json", "folder.missing", "--out absent/plan.json"),
+    ("compare tiny:task --out plan.json", "folder.is_file", "plan.json"),
+    ("train tiny:task --memory 1GiB --plan plan.json", "option.conflict", "--memory 1GiB"),
+    ("train tiny:task --memory lots", "value.invalid", "'lots'"),
+    ("train tiny:task --memory 1B", "plan.infeasible", "1 B"),
+    ("train tiny:task --plan plan.json --record absent/run.jsonl", "folder.missing", "--record absent/run.jsonl"),
+    ("train tiny:task --record plan.json", "record.exists", "plan.json"),
+    ("compare tiny:task --pairs 3 --whole 4", "value.invalid", "whole", "4", "from 0 to 3"),
+    ("compare tiny:task --ranks 2 --peers", "option.conflict", "2 ranks", "--peers"),
+    ("compare tiny:task --ranks 2 --adapt learning-rate", "option.conflict", "2 ranks", "--adapt"),
+    ("compare tiny:task --ranks 33", "ranks.too_many", "33", "32"),
+    ("compare tiny:task --ranks 2 --memory 0", "value.invalid", "'0'"),
+    ("scale tiny:task --memory lots", "value.invalid", "'lots'"),
+    ("scale tiny:task --memory 1GiB --plan plan.json", "option.conflict", "--memory 1GiB"),
+    ("scale tiny:task --adapt batch --memory 1GiB", "option.conflict", "--adapt batch", "--memory"),
+    ("scale tiny:task --adapt batch --plan plan.json", "option.conflict", "--adapt batch", "--plan"),
+    ("scale tiny:task --plan freed.json", "plan.not_equivalent", "learning rate"),
+    ("plan tiny:task --ranks 2", "option.required", "--ranks 2", "--link"),
+    ("plan tiny:task --link ib", "option.required", "--link ib", "--ranks"),
+    ("plan tiny:task --ranks 2 --link string", "value.invalid", "link", "'string'"),
+    ("plan tiny:task --ranks 2 --link '8 x ib + string'", "value.invalid", "link", "'string'"),
+    ("plan tiny:task --ranks 2 --link ib --adapt batch", "option.conflict", "--adapt batch", "--ranks"),
+    ("plan tiny:task --ranks 2 --link ib --explain", "option.conflict", "ranks", "--explain"),
+    ("plan tiny:task --ranks 4096 --link ib", "ranks.too_many", "4096", "32"),
+    ("plan tiny:task --engine deepspeed", "option.required", "--engine deepspeed", "--ranks"),
+    ("plan tiny:task --link ib --engine deepspeed", "option.required", "--engine deepspeed", "--ranks"),
+    ("plan tiny:task --ranks 2 --engine deepspeed", "option.required", "--ranks 2", "--link"),
+    ("plan tiny:task --ranks 2 --link ib --engine horovod", "value.invalid", "--engine", "horovod"),
     (
-        ("train", "tiny:task", "--adapt", "learning-rate", "--plan", "plan.json"),
+        "plan tiny:task --ranks 2 --link ib --engine deepspeed --adapt batch",
         "option.conflict",
-        ("--adapt learning-rate", "--plan"),
+        "--adapt batch",
+        "--ranks",
     ),
+    ("plan tiny:task --ranks 4 --device 'H100 SXM' --link nvlink --energy-weight 1", "energy.several_ranks", "4 ranks"),
+    ("train tiny:task --steps 2 --every 4", "option.required", "--every 4", "--checkpoints", "--resume auto"),
+    ("train tiny:task --steps 2 --accept torch", "option.required", "--accept torch", "--checkpoints", "--resume auto"),
+    ("compare tiny:task --quick --adapt learning-rate --out no", "option.conflict", "--quick", "--adapt"),
+    ("compare tiny:task --quick --peers --out no", "option.conflict", "--quick", "--peers"),
+    ("compare tiny:task --quick --whole 2 --out no", "option.conflict", "--quick", "--whole"),
+    ("train tiny.py:task --carbon-kind average", "option.required", "--carbon-kind average"),
+    ("compare tiny.py:task --plan freed.json --out no", "plan.not_equivalent", "learning rate"),
+    ("compare tiny.py:task --plan other.json --out no", "plan.batch_differs", "64", "32"),
     (
-        ("plan", "profile.json", "--adapt", "learning-rate"),
+        "compare tiny:task --plan plan.json --adapt learning-rate --out no",
         "option.conflict",
-        ("--adapt learning-rate", "profile.json"),
+        "--adapt learning-rate",
+        "--plan",
     ),
-    (("compare", "tiny:task", "--adapt", "x"), "value.invalid", ("--adapt", "'x'")),
-    (
-        ("compare", "tiny:task", "--adapt", "batch", "--memory", "1GiB"),
-        "option.conflict",
-        ("--adapt batch", "--memory"),
-    ),
-    (("compare", "tiny:task", "--cap", "-1"), "cap.not_positive", ("-1",)),
-    (("profile", "tiny:task", "-o", "absent/profile.json"), "folder.missing", ("--out absent/profile.json",)),
-    (("plan", "tiny:task", "-o", "absent/plan.json"), "folder.missing", ("--out absent/plan.json",)),
-    (("compare", "tiny:task", "--out", "plan.json"), "folder.is_file", ("plan.json",)),
-    (("train", "tiny:task", "--memory", "1GiB", "--plan", "plan.json"), "option.conflict", ("--memory 1GiB",)),
-    (("train", "tiny:task", "--memory", "lots"), "value.invalid", ("'lots'",)),
-    (("train", "tiny:task", "--memory", "1B"), "plan.infeasible", ("1 B",)),
-    (
-        ("train", "tiny:task", "--plan", "plan.json", "--record", "absent/run.jsonl"),
-        "folder.missing",
-        ("--record absent/run.jsonl",),
-    ),
-    (("train", "tiny:task", "--record", "plan.json"), "record.exists", ("plan.json",)),
-    (("compare", "tiny:task", "--pairs", "3", "--whole", "4"), "value.invalid", ("whole", "4", "from 0 to 3")),
-    (("compare", "tiny:task", "--ranks", "2", "--peers"), "option.conflict", ("2 ranks", "--peers")),
-    (
-        ("compare", "tiny:task", "--ranks", "2", "--adapt", "learning-rate"),
-        "option.conflict",
-        ("2 ranks", "--adapt"),
-    ),
-    (("compare", "tiny:task", "--ranks", "33"), "ranks.too_many", ("33", "32")),
-    (("compare", "tiny:task", "--ranks", "2", "--memory", "0"), "value.invalid", ("'0'",)),
-    (("scale", "tiny:task", "--memory", "lots"), "value.invalid", ("'lots'",)),
-    (("scale", "tiny:task", "--memory", "1GiB", "--plan", "plan.json"), "option.conflict", ("--memory 1GiB",)),
-    (("scale", "tiny:task", "--adapt", "batch", "--memory", "1GiB"), "option.conflict", ("--adapt batch", "--memory")),
-    (("scale", "tiny:task", "--adapt", "batch", "--plan", "plan.json"), "option.conflict", ("--adapt batch", "--plan")),
-    (("scale", "tiny:task", "--plan", "freed.json"), "plan.not_equivalent", ("learning rate",)),
+    ("phases tiny:task tiny.py:task --plan plan.json", "plan.several_tasks", "--plan", "2 "),
+    ("phases tiny:task --plan plan.json --memory 1GiB", "option.conflict", "--memory 1GiB"),
+    ("phases plan.json", "json.schema", "phaseresult.schema", "14"),
+    ("phases tiny:task --out no/where.json", "folder.missing", "--out no/where.json"),
 ]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "code", "words"), ERRORS, ids=[" ".join(arguments) for arguments, _, _ in ERRORS]
-)
-def test_an_error_is_one_line_without_a_traceback(trimtab, tmp_path, arguments, code, words):
+@pytest.mark.parametrize("case", ERRORS, ids=lambda case: case[0])
+def test_an_error_is_one_line_without_a_traceback(trimtab, tmp_path, case):
+    line, code, *words = case
     (tmp_path / "broken.py").write_text("1 / 0")
     (tmp_path / "damaged.json").write_text("{")
-    (tmp_path / "plan.json").write_text(json.dumps(PLAN))
-    (tmp_path / "other.json").write_text(json.dumps(PLAN | {"batch_size": 64}))
+    (tmp_path / "other.json").write_text(to_json(Plan.fixed(64)))
     (tmp_path / "freed.json").write_text(to_json(Plan.fixed(32, learning_rate_scale=2.0)))
-    explained(trimtab(*arguments), code, *words)
-
-
-def test_what_a_tasks_own_code_raises_is_one_line_too(trimtab, tmp_path):
-    name = changed(
-        tmp_path, "odd", "    points, labels = batch\n", "    raise ArithmeticError('no loss today\\nnor ever')\n"
-    )
-    done = trimtab("plan", name)
-    explained(done, "loss.failed", "ArithmeticError: no loss today", "TRIMTAB_TRACEBACK=1")
+    explained(trimtab(line), code, *words)
 
 
 def test_a_traceback_is_shown_on_request(trimtab, monkeypatch):
     monkeypatch.setenv("TRIMTAB_TRACEBACK", "1")
     with raises(ValueError, code="value.invalid", field="task"):
-        trimtab("plan", "nonsense")
+        trimtab("plan nonsense")
 
 
 @pytest.mark.parametrize(
-    "arguments",
+    "line",
     [
-        (),
-        ("fly",),
-        ("plan",),
-        ("plan", "tiny:task", "--fast"),
-        ("compare", "tiny:task", "--pairs", "0"),
-        ("compare", "tiny:task", "--pairs", "five"),
-        ("train", "tiny:task", "--steps", "0"),
-        ("report",),
+        "",
+        "fly",
+        "plan",
+        "plan tiny:task --fast",
+        "compare tiny:task --pairs 0",
+        "compare tiny:task --pairs five",
+        "train tiny:task --steps 0",
+        "report",
     ],
-    ids=" ".join,
 )
-def test_a_command_line_that_does_not_parse_exits_2(trimtab, arguments):
-    done = trimtab(*arguments)
+def test_a_command_line_that_does_not_parse_exits_2(trimtab, line):
+    done = trimtab(line)
     assert done.code == 2
     assert "Usage: " in done.err + done.out
     assert "Traceback" not in done.err
@@ -983,86 +807,72 @@ def test_a_command_line_that_does_not_parse_exits_2(trimtab, arguments):
 def test_help_names_every_command(trimtab):
     done = trimtab("--help")
     assert done.code == 0
-    assert all(
-        f"\n  {name} " in done.out for name in ("doctor", "profile", "plan", "train", "compare", "ablate", "report")
-    )
-    assert "--adapt" in trimtab("compare", "--help").out
+    names = ("doctor", "profile", "plan", "train", "compare", "ablate", "report")
+    assert all(f"\n  {name} " in done.out for name in names)
+    assert "--adapt" in trimtab("compare --help").out
 
 
-# On a terminal
-
-
-class Terminal:
-    """A standard error that says it is a terminal."""
-
-    def __init__(self) -> None:
-        self.text = ""
+class Terminal(io.StringIO):
+    """A standard error that is a terminal."""
 
     def isatty(self) -> bool:
         return True
 
-    def write(self, text: str) -> int:
-        self.text += text
-        return len(text)
 
-    def flush(self) -> None:
-        pass
-
-    def fileno(self) -> int:
-        raise OSError("none")
+def on_terminal(monkeypatch) -> Terminal:
+    """Replace standard error by a terminal: in a test itself, as pytest sets its own after fixtures."""
+    made = Terminal()
+    monkeypatch.setattr(sys, "stderr", made)
+    monkeypatch.setenv("TERM", "xterm")
+    return made
 
 
 def test_progress_is_one_line_of_the_terminals_width(monkeypatch):
-    """Wrapped, it would leave a row behind each time it is drawn anew."""
-    terminal = Terminal()
-    monkeypatch.setattr(sys, "stderr", terminal)
+    """A wrapped line would leave a row behind each time it is drawn again."""
+    terminal = on_terminal(monkeypatch)
     monkeypatch.setenv("COLUMNS", "60")
-    monkeypatch.setenv("TERM", "xterm")
     with progress_bar.ProgressBar() as show:
         show("reference [1024] rows 3 s  " * 7, 0.25)
-        lines = [re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", line) for line in re.split(r"[\r\n]", terminal.text)]
-    drawn = [line for line in lines if line.strip()]
-    assert len(set(drawn)) == 1
-    assert drawn[0].startswith("reference [1024]")  # a bracket is no markup
-    assert " 25% " in drawn[0]
-    assert len(drawn[0]) <= 60
+        text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", terminal.getvalue())
+    drawn = {line for line in re.split(r"[\r\n]", text) if line.strip()}
+    assert len(drawn) == 1
+    (line,) = drawn
+    assert line.startswith("reference [1024]")  # a bracket is no markup
+    assert " 25% " in line
+    assert len(line) <= 60
 
 
 def test_progress_is_drawn_on_a_terminal_only_and_goes_with_the_work(trimtab, monkeypatch):
-    Path("plan.json").write_text(json.dumps(PLAN))
+    terminal = on_terminal(monkeypatch)
     monkeypatch.setattr(progress_bar, "_REDRAW_S", 0.0)
-    monkeypatch.setenv("TERM", "xterm")
-    terminal = Terminal()
-    monkeypatch.setattr(sys, "stderr", terminal)
-    done = trimtab("train", "tiny:task", "--plan", "plan.json", "--steps", 3, "--json")
+    done = trimtab("train tiny:task --plan plan.json --steps 3 --json")
     assert done.json["steps"] == 3
-    assert "batch 3 of 3" in terminal.text
-    assert "100%" in terminal.text
-    assert terminal.text.endswith("\x1b[2K")  # the line is cleared
+    text = terminal.getvalue()
+    assert "batch 3 of 3" in text
+    assert "100%" in text
+    assert text.endswith("\x1b[2K")  # the line is cleared
 
 
 def test_what_is_told_too_often_is_not_drawn(monkeypatch):
     """A step of milliseconds must not pay for a drawing of one."""
-    terminal = Terminal()
-    monkeypatch.setattr(sys, "stderr", terminal)
+    terminal = on_terminal(monkeypatch)
     monkeypatch.setattr(progress_bar, "_REDRAW_S", 1e9)
     with progress_bar.ProgressBar() as show:
         for step in range(5):
             show(f"step {step}")
-    assert "step 0" in terminal.text
-    assert "step 4" not in terminal.text
+    assert "step 0" in terminal.getvalue()
+    assert "step 4" not in terminal.getvalue()
 
 
-# As a process of its own
+COMMAND = "from trimtab.cli import main; main()"
 
 
 def test_a_process_prints_its_result_and_nothing_else(tmp_path):
     """torch's profiler too is kept off standard error."""
     (tmp_path / "tiny.py").write_text(TINY_TASK.read_text() + brief.CODE)
-    done = as_process("profile", "tiny:task", "--json", "-o", "profile.json", cwd=tmp_path)
-    assert (done.code, done.err) == (0, "")
+    done = as_process(tmp_path, "-c", COMMAND, "profile", "tiny:task", "--json", "-o", "profile.json").succeeded()
     assert done.json["loop"]["optimizer"] == "AdamW"
-    failed = as_process("plan", "profile.json", "--memory", "10B", cwd=tmp_path)
+    failed = as_process(tmp_path, "-c", COMMAND, "plan", "profile.json", "--memory", "10B")
     explained(failed, "plan.infeasible", "10 B")
     code = (
         "import sys; sys.argv = ['trimtab', 'plan', 'profile.json', '--json']\n"
@@ -1070,49 +880,34 @@ def test_a_process_prints_its_result_and_nothing_else(tmp_path):
         "app(standalone_mode=False)\n"
         "print('torch' in sys.modules, 'numpy' in sys.modules, file=sys.stderr)"
     )
-    environment = os.environ | {"PYTHONPATH": str(SOURCE)}
-    decided = subprocess.run(
-        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=300, env=environment
-    )
-    assert from_json(Plan, decided.stdout).batch_size == 32
-    assert decided.stderr == "False False\n"  # a profile is decided without torch
+    decided = as_process(tmp_path, "-c", code)
+    assert from_json(Plan, decided.out).batch_size == 32
+    assert decided.err == "False False\n"  # a profile is decided without torch
 
 
-@pytest.mark.parametrize(
-    "way", [("-c", "from trimtab.cli import main; main()"), ("-m", "trimtab.cli")], ids=("script", "-m")
-)
+@pytest.mark.parametrize("way", [("-c", COMMAND), ("-m", "trimtab.cli")], ids=("script", "-m"))
 def test_without_its_packages_the_command_says_which_extra_has_them(tmp_path, way):
-    """As with the wheel and what it declares alone: that is explained too, and no traceback."""
+    """The wheel without its extras explains the missing package, without a traceback."""
     (tmp_path / "typer.py").write_text("raise ImportError('blocked')")
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join((str(tmp_path), str(SOURCE)))}
-    command = [sys.executable, *way, "doctor"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300, env=environment)
-    explained(
-        Done(done.returncode, done.stdout, done.stderr), "dependency.missing", "typer", "pip install 'trimtab[cli]'"
-    )
+    done = as_process(tmp_path, *way, "doctor", path=(tmp_path, SOURCE))
+    explained(done, "dependency.missing", "typer", "pip install 'trimtab[cli]'")
 
 
 def test_without_its_packages_its_parts_are_no_less_an_error(tmp_path):
     code = "import sys; sys.modules['typer'] = None\nfrom trimtab.core.errors import DependencyError\n"
     code += "try:\n    from trimtab.cli import app\nexcept DependencyError as error:\n    print(error)"
-    environment = os.environ | {"PYTHONPATH": str(SOURCE)}
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=300, env=environment
-    )
-    assert "trimtab[cli]" in done.stdout, done.stderr
+    done = as_process(tmp_path, "-c", code)
+    assert "trimtab[cli]" in done.out, done.err
 
 
 def test_an_interrupt_ends_it_quietly(tmp_path):
     shutil.copy(TINY_TASK, tmp_path / "tiny.py")
-    name = changed(
-        tmp_path,
-        "slow",
-        "def load_data() -> TaskData:\n",
-        "def load_data() -> TaskData:\n    import time\n    open('begun', 'w').close()\n    time.sleep(60)\n",
-    )
+    load = "def load_data() -> TaskData:\n"
+    slow = "    import time\n    open('begun', 'w').close()\n    time.sleep(60)\n"
+    name = changed(tmp_path, "slow", load, load + slow)
     # A shell that runs the tests in the background has SIGINT ignored, and children inherit that.
     heed = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"
-    command = [sys.executable, "-c", f"{heed}; from trimtab.cli import main; main()", "plan", name]
+    command = [sys.executable, "-c", f"{heed}; {COMMAND}", "plan", name]
     environment = os.environ | {"PYTHONPATH": str(SOURCE)}
     process = subprocess.Popen(
         command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment

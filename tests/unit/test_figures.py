@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import ast
+import importlib
 import json
 from pathlib import Path
 
 import matplotlib
 import pytest
 
+from benchmarks import advice_figures, docs_figures, figures, results_page, technique_figures
+from benchmarks.frontier_figures import drawings
+from benchmarks.phases_figures import phases
+from benchmarks.records import SECTIONS, Record
+from benchmarks.scaling_figures import scaling
+
 ROOT = Path(__file__).parents[2]
-
-
-@pytest.fixture(autouse=True)
-def benchmarks(monkeypatch):
-    monkeypatch.syspath_prepend(ROOT)
 
 
 def third(n: int, **more):
@@ -29,8 +32,6 @@ def third(n: int, **more):
 
 
 def test_of_fewer_than_five_pairs_the_pairs_stand_alone():
-    from benchmarks.phases_figures import phases
-
     few, enough = ("\n".join(phases([third(n)])) for n in (3, 5))
     assert "| 1.200x, 1.200x, 1.200x | 3 |" in few
     assert "to" not in few.partition("---|\n")[2]
@@ -40,12 +41,23 @@ def test_of_fewer_than_five_pairs_the_pairs_stand_alone():
     saved = {"metric": "phase_saved_s", "task": "t", "phase": "data", "reference_s": 1.0, "plan_s": 0.5, "share": None}
     saved |= {"mean": 0.5, "low": 0.4, "high": 0.6, "n": 3}
     assert "| 500 ms | 3 | not told |" in "\n".join(phases([saved]))
+    row = {
+        "metric": "doubling_months",
+        "task": "t",
+        "cycle_months": 5.0,
+        "mean": 33.4,
+        "low": 14.0,
+        "high": 52.0,
+        "n": 8,
+    }
+    assert "33.4 months (95% 14.0 to 52.0 months, n = 8), if every cycle" in "\n".join(phases([row]))
+    assert "| 33.4 months, if every cycle" in "\n".join(phases([row | {"n": 4}]))
+    unclear = row | {"mean": 703.2, "high": None}  # as records were written before they said why
+    assert "| nothing is projected: no gain is clear |" in "\n".join(phases([unclear]))
+    assert "projected: its steps take longer |" in "\n".join(phases([unclear | {"reason": "its steps take longer"}]))
 
 
 def test_of_fewer_than_five_rounds_or_seeds_there_is_no_interval():
-    from benchmarks import figures
-    from benchmarks.scaling_figures import scaling
-
     row = {"metric": "samples_to_target", "target": 1.5, "recipe": "plan", "ranks": 2, "mbit": 1, "reached": 3}
     row |= {"seeds": 3, "effective_batch": 8.0, "samples_to_target": 9.0, "seconds_to_target": 1.0}
     row |= {"mean": 0.9, "low": 0.8, "high": 1.0, "n": 3}
@@ -69,36 +81,12 @@ def test_of_fewer_than_five_rounds_or_seeds_there_is_no_interval():
     assert "| 1.100 (1.000 to 1.200) |" in enough
 
 
-def test_months_to_double_have_the_interval_of_the_speed_up():
-    from benchmarks.phases_figures import phases
-
-    row = {
-        "metric": "doubling_months",
-        "task": "t",
-        "cycle_months": 5.0,
-        "mean": 33.4,
-        "low": 14.0,
-        "high": 52.0,
-        "n": 8,
-    }
-    assert "33.4 months (95% 14.0 to 52.0 months, n = 8), if every cycle" in "\n".join(phases([row]))
-    assert "| 33.4 months, if every cycle" in "\n".join(phases([row | {"n": 4}]))
-    unclear = row | {"mean": 703.2, "high": None}  # as records were written before they said why
-    assert "| nothing is projected: no gain is clear |" in "\n".join(phases([unclear]))
-    assert "projected: its steps take longer |" in "\n".join(phases([unclear | {"reason": "its steps take longer"}]))
-
-
 def test_a_page_without_its_marks_is_refused():
-    from benchmarks import figures
-
     begin, end = figures.BEGIN.format("x"), figures.END.format("x")
     assert figures._between(f"a\n{begin}\nold\n{end}\nb", "x", "new") == f"a\n{begin}\nnew\n{end}\nb"
     for text in ("a", f"{begin}", f"{begin}{end}{begin}{end}"):
         with pytest.raises(ValueError, match="once each"):
             figures._between(text, "x", "new")
-
-
-# What stands amid the text of pages.
 
 
 def recorded(root, name, rows):
@@ -107,9 +95,19 @@ def recorded(root, name, rows):
     path.write_text(json.dumps({"name": name.partition("-")[0], "rows": rows}))
 
 
-def test_figures_amid_text_are_of_the_newest_record(tmp_path):
-    from benchmarks import docs_figures
+def record(*rows, name="r"):
+    return Record(name, name, "a machine", rows)
 
+
+def test_a_benchmark_without_a_record_or_a_row_is_said_not_to_be_measured(tmp_path):
+    (line,) = figures._or_unmeasured([], "hosts")
+    assert line.startswith("**Not measured**: no record of `benchmarks/micro/hosts.py`")
+    assert figures._or_unmeasured(["a figure"], "hosts") == ["a figure"]
+    found = record({"metric": "a", "arm": "x"}, {"metric": "a", "arm": "y"}, {"metric": "b"})
+    assert found.one("a", arm="y") == {"metric": "a", "arm": "y"}
+    for fields in ({}, {"arm": "z"}):
+        with pytest.raises(ValueError, match="expected one row of a"):
+            found.one("a", **fields)
     recorded(tmp_path, "prediction-a-2026-11-24", [{"time_error": 0.1}, {"time_error": -0.2}, {}])
     recorded(tmp_path, "prediction-z-2026-11-22", [])
     assert docs_figures.newest(tmp_path, "prediction")[0] == {"time_error": 0.1}
@@ -117,31 +115,7 @@ def test_figures_amid_text_are_of_the_newest_record(tmp_path):
     assert said == ["1 of 2 steps in [this table](memory.md) were within 15% of the prediction."]
 
 
-def record(*rows, name="r"):
-    from benchmarks.records import Record
-
-    return Record(name, name, "a machine", rows)
-
-
-def test_a_benchmark_without_a_record_is_said_not_to_be_measured():
-    from benchmarks import figures
-
-    (line,) = figures._or_unmeasured([], "hosts")
-    assert line.startswith("**Not measured**: no record of `benchmarks/micro/hosts.py`")
-    assert figures._or_unmeasured(["a figure"], "hosts") == ["a figure"]
-
-
-def test_a_row_that_is_not_there_or_there_twice_is_refused():
-    found = record({"metric": "a", "arm": "x"}, {"metric": "a", "arm": "y"}, {"metric": "b"})
-    assert found.one("a", arm="y") == {"metric": "a", "arm": "y"}
-    for fields in ({}, {"arm": "z"}):
-        with pytest.raises(ValueError, match="expected one row of a"):
-            found.one("a", **fields)
-
-
 def test_an_aim_is_met_or_missed_by_its_interval():
-    from benchmarks import advice_figures
-
     def stands(low, high):
         row = {"mean": 1.5, "low": low, "high": high, "n": 8}
         return advice_figures._aim("twice", row, record(), 2.0).split(" | ")[1]
@@ -149,21 +123,12 @@ def test_an_aim_is_met_or_missed_by_its_interval():
     assert [stands(2.0, 2.5), stands(1.2, 1.9), stands(1.2, 2.5)] == ["met", "missed", "not shown"]
     turned = advice_figures._turned({"mean": 0.5, "low": 0.25, "high": 1.0})
     assert turned == {"mean": 2.0, "low": 1.0, "high": 4.0}
-
-
-def test_a_loops_own_cost_is_told_where_it_is_beyond_the_bar():
-    from benchmarks import advice_figures
-
     case = {"task": "t", "num_micro_batches": 4, "mean": 1.0, "low": 0.99, "n": 9, "control_half_width": 0.01}
     within, beyond = ({**case, "high": high} for high in (1.02, 1.03))
     (line,) = advice_figures._of_the_loop("cost", [record(within, beyond)], "task")
     assert "| not shown | 1 of 2 cases within; t, k=4: 1.000x (0.990 to 1.030), n=9 |" in line
     (line,) = advice_figures._of_the_loop("cost", [record(within)], "task")
     assert "| met | 1 of 1 cases within |" in line
-
-
-def test_what_micro_batches_gave_up_is_counted_until_a_plan_recomputes():
-    from benchmarks import advice_figures
 
     def walked(model, peak, changes):
         row = {"metric": "budget", "model": model, "feasible": True}
@@ -175,28 +140,17 @@ def test_what_micro_batches_gave_up_is_counted_until_a_plan_recomputes():
     assert line.startswith("- m in bf16 gave up 40% by micro-batches before")
 
 
-def test_the_hardest_target_is_the_last_that_all_runs_reached():
-    from benchmarks import technique_figures
-
+def test_tables_of_techniques():
     def rung(target, reached, against=5):
         arms = {"metric": "time_to_target_ratio", "arm": "tuned_plan", "against": "reference", "charged": True}
         return arms | {"target": target, "reached": reached, "reached_against": against, "n": 5}
 
     rungs = record(rung(0.3, 5), rung(0.4, 5), rung(0.5, 4), rung(0.6, 4, 4))
     assert technique_figures._hardest(rungs)["target"] == 0.4
-
-
-def test_a_falling_limit_has_a_row_for_each_other_plan():
-    from benchmarks import technique_figures
-
     row = {"metric": "budget", "model": "gpt_tied", "feasible": True, "measured_bytes": 2**20, "measured_s": 0.1}
     rows = [row | {"budget_bytes": k * 2**20, "changes": changes} for k, changes in ((4, "a"), (3, "b"), (2, "b"))]
     lines = [line for line in technique_figures._limits(record(*rows)) if line.startswith("| ")][1:]
     assert lines == ["| 4.0 | 1.0 | 0.100 | a |", "| 3.0 | 1.0 | 0.100 | b |"]
-
-
-def test_a_step_is_beside_the_same_step_alone():
-    from benchmarks import technique_figures
 
     def step(precision, optimizer="sgd", batch=8):
         head = {"metric": "prediction", "model": "m", "batch": batch, "optimizer": optimizer, "schedule": "none"}
@@ -209,8 +163,6 @@ def test_a_step_is_beside_the_same_step_alone():
 
 
 def test_the_cheapest_schedule_is_the_one_that_saves_what_is_asked_for():
-    from benchmarks import docs_figures
-
     def schedule(name, peak, over):
         head = {"model": "m", "precision": "fp32", "schedule": name, "n": 15}
         return head | {"peak_bytes": peak, "over_none": over, "low": over - 0.1, "high": over + 0.1}
@@ -224,8 +176,6 @@ def test_the_cheapest_schedule_is_the_one_that_saves_what_is_asked_for():
 
 
 def test_goodput_is_within_its_bar_or_of_other_seeds_alone_or_not():
-    from benchmarks import docs_figures
-
     def arm(policy, regret, again, n=10):
         head = {"policy": policy, "task": "t", "link": "local", "easiest": 2.0, "target": 1.0, "best_k": 4, "n": n}
         head |= {"fixed_s": 0.5, "micro_s": 1.0, "mean": 1.0, "low": 0.9, "high": 1.1, "seeds": 5}
@@ -244,15 +194,10 @@ def test_goodput_is_within_its_bar_or_of_other_seeds_alone_or_not():
 
 
 def test_a_drawing_is_the_same_bytes_whatever_matplotlib_is_told():
-    from benchmarks.frontier_figures import drawings
-
     first = drawings(ROOT)
     assert len(first) == 5
     with matplotlib.rc_context({"axes.facecolor": "red", "lines.linewidth": 9.0, "svg.hashsalt": "other"}):
         assert drawings(ROOT) == first
-
-
-# docs/RESULTS.md.
 
 
 def test_results_are_small_and_their_page_is_short():
@@ -265,9 +210,6 @@ def test_results_are_small_and_their_page_is_short():
 
 
 def test_every_record_has_a_row_and_can_be_printed_with_all_tables():
-    from benchmarks import figures, results_page
-    from benchmarks.records import SECTIONS
-
     assert {kind for kinds in SECTIONS.values() for kind in kinds} == {*results_page.KINDS, "compare", "phases"}
     found = figures._records(ROOT)
     assert len(found) > 40
@@ -281,8 +223,6 @@ def test_every_record_has_a_row_and_can_be_printed_with_all_tables():
 
 
 def test_a_tuned_plans_time_is_to_the_hardest_target_with_a_verdict():
-    from benchmarks import results_page
-
     def target(value, **more):
         row = {"metric": "time_to_target_ratio", "arm": "tuned_plan", "against": "reference", "charged": True, "n": 5}
         row |= {"target": value, "censored": "bound" in more, "reached": 5, "reached_against": 5, "verdict": "gain"}
@@ -304,8 +244,6 @@ def test_a_tuned_plans_time_is_to_the_hardest_target_with_a_verdict():
 
 
 def test_a_small_number_of_pairs_is_shown_as_pairs_in_a_comparison():
-    from benchmarks import results_page
-
     row = {
         "metric": "throughput_ratio",
         "arm": "equivalent_plan",
@@ -321,3 +259,16 @@ def test_a_small_number_of_pairs_is_shown_as_pairs_in_a_comparison():
     enough = row | {"n": 5, "pairs": [1.2] * 5, "verdict": "gain"}
     assert results_page._cell([enough], "throughput_ratio", "equivalent_plan") == "1.20x (1.10 to 1.30), n=5, gain"
     assert results_page._cell([enough], "throughput_ratio", "tuned_plan") == ""
+
+
+BENCHMARKS = sorted((ROOT / "benchmarks").rglob("*.py"))
+
+
+@pytest.mark.parametrize("path", BENCHMARKS, ids=lambda path: path.stem)
+def test_names_that_a_benchmark_imports_exist(path):
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in ("trimtab", "benchmarks"):
+            module = importlib.import_module(str(node.module))
+            for name in (alias.name for alias in node.names):
+                if not hasattr(module, name):
+                    importlib.import_module(f"{node.module}.{name}")

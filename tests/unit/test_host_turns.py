@@ -66,7 +66,4 @@ def test_a_training_that_ends_early_leaves_nobody_waiting(hosts):
     turns, _ = trained(hosts, lambda arm, index: (arm, index) != ("control", 4))
     with pytest.raises(RuntimeError, match="'control' ended before its last step"):
         turns.finished()
-
-
-def test_rounds_of_a_quick_run_have_each_order_as_often(hosts):
     assert hosts.QUICK_ROUNDS % len(hosts.ORDERS) == 0

@@ -117,14 +117,7 @@ def test_tensors_of_auxiliary_values_are_detached(extra, number):
     assert not any(tensor.requires_grad for each in found for tensor in tensors(each))
 
 
-def test_auxiliary_values_keep_their_class():
-    _, (first, *_) = train(lambda m, b: (mean(m, b), Extras(output(m, b))))
-    assert (type(first), first.name, first.logits.shape) == (Extras, "extras", (5, 3))
-    _, (first, *_) = train(lambda m, b: (mean(m, b), OrderedDict(a=1)))
-    assert type(first) is OrderedDict
-
-
-def test_auxiliary_values_are_those_of_the_last_window():
+def test_auxiliary_values_are_those_of_the_last_window_in_their_class():
     model = build()
     with trimtab.start(model, torch.optim.SGD(model.parameters(), lr=0.1), Plan.fixed(ROWS, 5)) as run:
         assert run.auxiliary == ()
@@ -133,9 +126,10 @@ def test_auxiliary_values_are_those_of_the_last_window():
             assert run.auxiliary == tuple({"window": number, "rows": rows} for rows in (5, 5, 2))
         run.train_step(run.window(batches()[0]), mean)
         assert run.auxiliary == (None, None, None)
-
-
-def test_backward_takes_what_a_loss_may_return():
+    _, (first, *_) = train(lambda m, b: (mean(m, b), Extras(output(m, b))))
+    assert (type(first), first.name, first.logits.shape) == (Extras, "extras", (5, 3))
+    _, (first, *_) = train(lambda m, b: (mean(m, b), OrderedDict(a=1)))
+    assert type(first) is OrderedDict
     model = build()
     with trimtab.start(model, torch.optim.SGD(model.parameters(), lr=0.1), Plan.fixed(ROWS, 5)) as run:
         for window in run.windows(batches()):
@@ -193,6 +187,9 @@ def test_a_pair_with_auxiliary_values_can_be_planned():
     loss_fn = lambda m, b: (summed(m, b), {"accuracy": output(m, b).mean()})  # noqa: E731
     plan = trimtab.plan(model, optimizer, loss_fn, batches()[0], num_blocks=3)
     assert plan.check.splittable, plan.check.reason
+    assert trimtab.Summed is Summed
+    with pytest.raises(AttributeError):
+        Summed(torch.ones(()), 2).count = 3
 
 
 @pytest.mark.parametrize(
@@ -231,12 +228,6 @@ def test_the_remedy_fits_the_container_of_a_loss(result, remedy):
 def test_counts_of_a_sum(count):
     loss, found, auxiliary = as_loss(Summed(torch.ones(1, requires_grad=True), count))
     assert (loss.shape, float(found), auxiliary) == ((), 4.0, None)
-
-
-def test_summed_is_public_and_frozen():
-    assert trimtab.Summed is Summed
-    with pytest.raises(AttributeError):
-        Summed(torch.ones(()), 2).count = 3
 
 
 def test_outputs_of_a_last_batch_of_one_sample_are_no_number():

@@ -92,9 +92,19 @@ def test_rows_that_are_all_ignored_have_no_loss_and_no_gradient(problem):
     assert (float(total.detach()), int(count)) == (0.0, 0)
     assert float(head.weight.grad.abs().max()) == 0.0
     assert int(head.loss(*problem)[1]) == 18
+    head = LossHead(8, 50, chunk_rows=4).double().requires_grad_(False)
+    features = features.clone().requires_grad_()
+    head.loss(features, targets)[0].backward()
+    assert head.weight.grad is None
+    assert features.grad is not None
+    features, targets = problem
+    head = LossHead(8, 50, chunk_rows=4).double()
+    with torch.no_grad():
+        total, _ = head.loss(features, targets)
+    torch.testing.assert_close(total, head.loss(features, targets)[0].detach())
 
 
-def test_it_is_a_linear_layer_otherwise(problem):
+def test_it_is_a_linear_layer_whose_weights_can_be_an_embeddings(problem):
     torch.manual_seed(1)
     head = LossHead(8, 50, chunk_rows=4)
     plain = nn.Linear(8, 50, bias=False)
@@ -102,9 +112,6 @@ def test_it_is_a_linear_layer_otherwise(problem):
     features = problem[0].float()
     assert torch.equal(head(features), plain(features))
     assert "chunk_rows=4" in repr(head)
-
-
-def test_weights_can_be_an_embeddings(problem):
     targets = problem[1]
     embedding, head = nn.Embedding(50, 8), LossHead(8, 50, chunk_rows=4)
     head.weight = embedding.weight
@@ -114,23 +121,6 @@ def test_weights_can_be_an_embeddings(problem):
     head.chunk_rows = None
     head.loss(embedding(targets.clamp_min(0)), targets)[0].backward()
     torch.testing.assert_close(ours, embedding.weight.grad)
-
-
-def test_frozen_weights_have_no_gradient(problem):
-    features, targets = problem
-    head = LossHead(8, 50, chunk_rows=4).double().requires_grad_(False)
-    features = features.clone().requires_grad_()
-    head.loss(features, targets)[0].backward()
-    assert head.weight.grad is None
-    assert features.grad is not None
-
-
-def test_evaluation_is_the_same_loss(problem):
-    features, targets = problem
-    head = LossHead(8, 50, chunk_rows=4).double()
-    with torch.no_grad():
-        total, _ = head.loss(features, targets)
-    torch.testing.assert_close(total, head.loss(features, targets)[0].detach())
 
 
 def test_it_holds_a_chunk_of_logits_in_place_of_all():
@@ -145,11 +135,7 @@ def test_it_holds_a_chunk_of_logits_in_place_of_all():
     logits = 512 * 4000 * 4
     assert peaks[None] > 2 * logits
     assert peaks[64] < 0.6 * logits
-
-
-def test_evaluation_holds_a_chunk_too():
     head, features = LossHead(32, 4000, chunk_rows=64), torch.randn(512, 32)
-    targets = torch.randint(0, 4000, (512,))
     with torch.no_grad():
         assert peak_growth(lambda: head.loss(features, targets)) < 0.5 * 512 * 4000 * 4
 
@@ -181,17 +167,13 @@ def test_a_run_trains_with_it_as_with_all_logits(problem):
     torch.testing.assert_close(trained(4), trained(None))
 
 
-def test_what_does_not_fit_is_said(problem):
+def test_what_does_not_fit_and_a_second_backward_are_refused(problem):
     features, targets = problem
     with raises(BatchError, code="loss_head.targets_shape", field="targets"):
         LossHead(8, 50, chunk_rows=4).loss(features, targets[:, 1:])
     for wrong in (0, -1, 1.5, True):
         with raises(ValueGivenError, code="value.invalid", field="chunk_rows"):
             LossHead(8, 50, chunk_rows=wrong)
-
-
-def test_a_second_backward_is_refused(problem):
-    features, targets = problem
     total, _ = LossHead(8, 50, chunk_rows=4).double().loss(features.requires_grad_(), targets)
     total.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match=r"second (backward|time)|retain"):

@@ -62,12 +62,20 @@ def test_links_lead_somewhere(page: Path) -> None:
     assert dead_links(page) == []
 
 
-def test_a_dead_link_is_seen(tmp_path: Path) -> None:
+def test_what_is_gone_is_seen(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text(
         "# One `two`\n[a](#one-two) [b](#three) [c](gone.md) [d](page.md#one-two) ![e](gone.svg) `[f](x)`\n"
     )
     assert dead_links(page) == ["#three: no such heading", "gone.md", "gone.svg"]
+    assert exists("tests/unit/test_pages.py")
+    assert exists("benchmarks/results/regret-*.json")
+    assert not exists("tests/unit/test_page.py")
+    assert not exists("pages.py")  # the end of a name is not the end of a path
+    assert unknown_options("trimtab plan TASK --memory 8GiB -o p.json") == []
+    assert unknown_options("trimtab plan TASK --memori 8GiB") == ["--memori"]
+    assert unknown_options("trimtab plam TASK") == ["plam"]
+    assert unknown_options("trimtab checkpoint verify runs/mine --jason") == ["--jason"]
 
 
 @pytest.mark.parametrize("page", LIVING)
@@ -102,13 +110,6 @@ def test_files_exist(page: str) -> None:
     assert sorted(name for name in named if Path(name).name not in EXAMPLES and not exists(name)) == []
 
 
-def test_a_file_that_is_gone_is_seen() -> None:
-    assert exists("tests/unit/test_pages.py")
-    assert exists("benchmarks/results/regret-*.json")
-    assert not exists("tests/unit/test_page.py")
-    assert not exists("pages.py")  # the end of a name is not the end of a path
-
-
 def unknown_options(line: str) -> list[str]:
     """Return what the command line does not know of `trimtab COMMAND --option`, in prose: values may be left out."""
     words = line.split()[1:]
@@ -126,13 +127,6 @@ def unknown_options(line: str) -> list[str]:
 def test_commands_and_options_exist(page: str) -> None:
     lines = [code for code in codes(read(page)) if re.match(r"trimtab [a-z]", code)]
     assert [(line, unknown) for line in lines if (unknown := unknown_options(line))] == []
-
-
-def test_an_option_that_is_gone_is_seen() -> None:
-    assert unknown_options("trimtab plan TASK --memory 8GiB -o p.json") == []
-    assert unknown_options("trimtab plan TASK --memori 8GiB") == ["--memori"]
-    assert unknown_options("trimtab plam TASK") == ["plam"]
-    assert unknown_options("trimtab checkpoint verify runs/mine --jason") == ["--jason"]
 
 
 def parse(line: str) -> None:
@@ -172,15 +166,12 @@ def test_the_reference_is_current(page: str, made) -> None:
     assert read(f"docs/{page}") == made(), f"docs/{page} is out of date: run `make docs`"
 
 
-def test_the_reference_has_every_public_name() -> None:
+def test_the_reference_and_the_table_of_contents_are_complete() -> None:
     named = {name for names in reference.GROUPS.values() for name in names}
     assert {f"trimtab.{name}" for name in trimtab.__all__} <= named
     hosts = ("transformers", "lightning", "accelerate", "tracking", "trackers")
     for module in (*(f"trimtab.integrations.{host}" for host in hosts), "trimtab.carbon.services"):
         assert any(name.startswith(f"{module}.") for name in named), module
-
-
-def test_every_page_is_in_the_table_of_contents() -> None:
     listed = {link.partition("#")[0] for link in links(read("docs/index.md"))}
     pages = {path.name for path in (ROOT / "docs").glob("*.md")} - {"index.md"}
     assert pages <= listed

@@ -46,10 +46,13 @@ def test_a_curve_meets_a_loss_between_two_points_of_the_mean_of_three(cases):
     first = cases.Course(points).arrival([3.5], StepTimes(0.1, 0.05), ranks=2)
     both = cases.Course(points).arrival([3.5, 3.0], StepTimes(0.1, 0.05), ranks=2)
     assert both == pytest.approx([(a * b) ** 0.5 for a, b in zip(first, (samples, seconds), strict=True)])
-
-
-def test_a_loss_that_is_not_met_is_never_met(cases):
     assert cases.Course([(0, 0, 0, 4.0)]).arrival([5.0, 3.0], StepTimes(0.1, 0.05), 1) == (float("inf"), float("inf"))
+    told, measured = cases.Told(StepTimes(0.1, 0.3)), WindowTimes()
+    for _ in range(10):
+        assert told.times(8) == (StepTimes(0.1, 0.3) if measured.is_known else None)
+        told.add(1.0, 1.0)
+        measured.add(1.0, 1.0)
+    assert told.is_known
 
 
 @pytest.fixture
@@ -82,15 +85,6 @@ def test_a_fixed_arm_has_its_rate_from_the_start_and_measures_nothing(cases, tra
         assert trained["rate"] == pytest.approx(factor * case.rate)
         assert trained["plan"].num_micro_batches == 4
         assert trained["plan"].batch_rule is None
-
-
-def test_times_are_told_when_a_run_had_measured_as_many(cases):
-    told, measured = cases.Told(StepTimes(0.1, 0.3)), WindowTimes()
-    for _ in range(10):
-        assert told.times(8) == (StepTimes(0.1, 0.3) if measured.is_known else None)
-        told.add(1.0, 1.0)
-        measured.add(1.0, 1.0)
-    assert told.is_known
 
 
 @pytest.mark.parametrize("policy", ["fixed", "goodput"])

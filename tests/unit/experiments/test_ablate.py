@@ -90,10 +90,20 @@ def test_each_change_is_told_alone_in_the_plan_and_by_the_difference(finished):
     assert [row.arm for row in found.controls] == ["unchanged_again", "plan_again"]
     assert found.interaction_control.n == 2
     assert found.headline.kind == "no verdict"
+    # Quality is of the same rows in every arm; the loop that nothing is changed of is the reference's to the bit.
+    arms = {arm.name: arm for arm in finished[1].arms}
+    assert arms["unchanged"].final_metric == arms["reference"].final_metric
+    assert {arm.final_samples for arm in finished[1].arms} == {BUDGET_SAMPLES}
+    folder, _, lines = finished
+    told = [name for name in ARMS if not name.endswith("_again")]
+    races = {f"race-{seed}/{arm}.jsonl" for seed in (0, 1) for arm in ARMS}
+    assert set(files(folder)) == {"run.lock", "settings.json", *(f"arm-{arm}.json" for arm in told)} | races
+    assert "memory and phases of reference" in lines
+    assert "memory of with_micro_batch" in lines
 
 
-def test_whole_races_tell_the_time_to_each_target(finished, tmp_path):
-    """From the same records: of each change alone and in the plan, of the plan against the reference."""
+def test_a_whole_ablation_is_reported_with_its_times_to_targets(finished, tmp_path):
+    # From the same records: of each change alone and in the plan, of the plan against the reference.
     found = finished[1]
     told = {(each.change, each.setting, each.row.target) for each in found.times}
     settings = {("", "whole"), *((change.name, setting) for change in found.changes for setting in (ALONE, WITHIN))}
@@ -104,22 +114,18 @@ def test_whole_races_tell_the_time_to_each_target(finished, tmp_path):
     assert len(rows) == len(found.times)
     text = write_report(found, tmp_path)["md"].read_text()
     assert text.count("### Time to target") + text.count("**Time to target**") == 2
-
-
-def test_what_keeps_the_maths_ends_alike(finished):
-    """Quality is of the same rows in every arm; the loop that nothing is changed of is the reference's to the bit."""
-    arms = {arm.name: arm for arm in finished[1].arms}
-    assert arms["unchanged"].final_metric == arms["reference"].final_metric
-    assert {arm.final_samples for arm in finished[1].arms} == {BUDGET_SAMPLES}
-
-
-def test_every_stage_leaves_its_result(finished):
-    folder, _, lines = finished
-    told = [name for name in ARMS if not name.endswith("_again")]
-    races = {f"race-{seed}/{arm}.jsonl" for seed in (0, 1) for arm in ARMS}
-    assert set(files(folder)) == {"run.lock", "settings.json", *(f"arm-{arm}.json" for arm in told)} | races
-    assert "memory and phases of reference" in lines
-    assert "memory of with_micro_batch" in lines
+    paths = write_report(found, tmp_path)
+    assert read_result(paths["json"]) == found
+    page = paths["html"].read_text()
+    assert page.lstrip().lower().startswith("<!doctype html>")
+    assert "<svg" in page
+    assert "trimtab ablation" in page
+    rows = ablation_object(read_result(paths["json"]))["rows"]
+    assert rows == ablation_object(found)["rows"]
+    effects = [row for row in rows if row.get("setting") in (ALONE, WITHIN, INTERACTION) and "target" not in row]
+    assert len(effects) == len(found.effects)
+    timed = [row for row in effects if row["metric"] == "throughput_ratio"]
+    assert all(row.keys() >= {"change", "mean", "low", "high", "n", "pairs", "resolution", "verdict"} for row in timed)
 
 
 def test_a_finished_ablation_is_read_back_without_running(finished, folder, monkeypatch):
@@ -298,22 +304,6 @@ def test_the_plan_that_is_made_is_the_one_that_is_ablated(tmp_path, monkeypatch)
     assert json.loads((tmp_path / "out" / "plans.json").read_text())["plans"].keys() == {"equivalent", "tuned"}
     run(tmp_path / "out", AblateSettings(num_seeds=1, adapt=True), plan=None, budget=Budget("1GiB"))
     assert len(asked) == 1
-
-
-def test_the_report_is_written_and_read_back(finished, tmp_path):
-    found = finished[1]
-    paths = write_report(found, tmp_path)
-    assert read_result(paths["json"]) == found
-    page = paths["html"].read_text()
-    assert page.lstrip().lower().startswith("<!doctype html>")
-    assert "<svg" in page
-    assert "trimtab ablation" in page
-    rows = ablation_object(read_result(paths["json"]))["rows"]
-    assert rows == ablation_object(found)["rows"]
-    effects = [row for row in rows if row.get("setting") in (ALONE, WITHIN, INTERACTION) and "target" not in row]
-    assert len(effects) == len(found.effects)
-    timed = [row for row in effects if row["metric"] == "throughput_ratio"]
-    assert all(row.keys() >= {"change", "mean", "low", "high", "n", "pairs", "resolution", "verdict"} for row in timed)
 
 
 def test_of_three_changes_each_two_are_told_together(tmp_path, monkeypatch):

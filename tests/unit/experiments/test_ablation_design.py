@@ -58,13 +58,14 @@ def test_a_change_is_what_differs_from_the_loop_whatever_the_plan_calls_it():
     assert changes_of(Plan.fixed(32), half) == ("precision", "clip_norm")
     back = with_only(Plan.fixed(32), (), half)
     assert (back.precision.value, back.clip_norm.value, back.plan_kind) == ("bf16", 1.0, "equivalent")
-
-
-def test_a_step_that_the_loop_fuses_itself_is_no_change():
     own = replace(Plan.fixed(32).fused_optimizer, value=True)
     plan = replace(Plan.fixed(32, precision="bf16"), fused_optimizer=own)
     assert changes_of(plan, PLAIN) == ("precision",)
     assert with_only(plan, (), PLAIN).fused_optimizer.value is True
+    plan = replace(Plan.fixed(32, micro_batch=8, precision="bf16"), check=None)
+    refused = replace(plan, micro_batch=Choice(8, "asked for", Effect.TRAINING, changed=True))
+    assert with_only(refused, ("micro_batch",), PLAIN).plan_kind == "tuned"
+    assert with_only(refused, ("precision",), PLAIN).plan_kind == "equivalent"
 
 
 def test_what_belongs_to_a_change_goes_with_it():
@@ -75,9 +76,6 @@ def test_what_belongs_to_a_change_goes_with_it():
     assert (without.recompute_blocks, without.batch_rule) == ((), None)
     assert with_only(plan, ("recompute",), PLAIN).recompute_blocks == ("a", "b")
     assert with_only(plan, ("batch_policy",), PLAIN).batch_rule == plan.batch_rule
-
-
-def test_a_warm_up_is_a_part_of_its_schedule():
     plan = Plan.fixed(32, schedule="warmup_cosine", warmup_fraction=0.17, learning_rate_scale=24.0)
     assert changes_of(plan, PLAIN) == ("schedule", "learning_rate_scale")
     plans, refusals = plans_of(plan, AblationDesign(changes_of(plan, PLAIN)), PLAIN)
@@ -85,6 +83,11 @@ def test_a_warm_up_is_a_part_of_its_schedule():
     rises = {name: (each.schedule.value, each.warmup_fraction.value) for name, each in plans.items()}
     assert rises["with_schedule"] == rises[PLAN] == ("warmup_cosine", 0.17)
     assert rises["with_learning_rate_scale"] == rises[UNCHANGED] == ("user", None)
+    plan = replace(
+        Plan.fixed(32, precision="bf16"), predicted=MeasuredCost(1.0), measured=MeasuredCost(1.0), verified=(1.1, 1.2)
+    )
+    found = with_only(plan, (), PLAIN)
+    assert (found.predicted, found.measured, found.verified) == (None, None, None)
 
 
 def test_all_changes_over_each_have_the_noise_of_so_many_loops():
@@ -98,14 +101,6 @@ def test_all_changes_over_each_have_the_noise_of_so_many_loops():
     for changes in (3, 5):
         spread = statistics.pstdev(noise(changes) for _ in range(4000))
         assert spread / 2 == pytest.approx(power_of_all(changes), rel=0.05)
-
-
-def test_what_was_measured_of_the_whole_plan_is_not_said_of_a_part():
-    plan = replace(
-        Plan.fixed(32, precision="bf16"), predicted=MeasuredCost(1.0), measured=MeasuredCost(1.0), verified=(1.1, 1.2)
-    )
-    found = with_only(plan, (), PLAIN)
-    assert (found.predicted, found.measured, found.verified) == (None, None, None)
 
 
 @pytest.mark.parametrize("pairwise", [False, True])
@@ -138,10 +133,3 @@ def test_a_change_that_needs_another_says_so():
     assert set(refusals) == {"with_reduces_once"}
     assert "plan.reduces_once: got False" in refusals["with_reduces_once"]
     assert plans[UNCHANGED].zero_stage.value == 0
-
-
-def test_a_micro_batch_that_changes_the_maths_keeps_its_mark():
-    plan = replace(Plan.fixed(32, micro_batch=8, precision="bf16"), check=None)
-    refused = replace(plan, micro_batch=Choice(8, "asked for", Effect.TRAINING, changed=True))
-    assert with_only(refused, ("micro_batch",), PLAIN).plan_kind == "tuned"
-    assert with_only(refused, ("precision",), PLAIN).plan_kind == "equivalent"

@@ -165,24 +165,18 @@ def test_the_search_is_charged_to_what_it_found_and_to_the_plan():
         ("learning_rate_scale", ALONE),
         ("learning_rate_scale", WITHIN),
     }
-
-
-def test_what_was_refused_has_no_time():
     found = learned({}, {"precision": {ALONE: "it needs the other"}})
     assert ("precision", ALONE, 0.3, False) not in found
     assert ("precision", WITHIN, 0.3, False) in found
 
 
-def test_of_two_changes_their_interaction_is_one():
+def test_interactions_of_pairs():
     design = AblationDesign(("precision", "recompute"))
     measured = evidence(speed((frozenset(design.changes), 0.1)), design=design)
     effects = found(measured)
     one, other = (effects[name, INTERACTION, THROUGHPUT].ratio for name in design.changes)
     assert one.pairs == pytest.approx(other.pairs)
     assert ("", INTERACTION, THROUGHPUT) not in effects
-
-
-def test_two_by_two_it_is_said_which_pair_acts_together():
     design = AblationDesign(NAMES)
     measured = evidence(speed((frozenset({"precision", "recompute"}), 0.1)), design=design)
     named = {change.name: change for change in changes(design)}
@@ -193,37 +187,38 @@ def test_two_by_two_it_is_said_which_pair_acts_together():
         ("precision", "recompute"): "more together",
     }
     assert pairs[-1].ratio.mean == pytest.approx(math.exp(0.1), rel=0.01)
+    design = AblationDesign(("precision",))
+    effects = found(evidence(speed(), design=design))
+    assert set(effects) == {("precision", ALONE, THROUGHPUT)}
+    assert evidence(speed(), design=design).interaction_control is None
 
 
-def test_an_interaction_within_the_controls_own_is_not_told_from_noise():
+def test_an_effect_has_to_be_clear_of_its_control():
     pair = frozenset({"precision", "recompute"})
     clear, blurred = (evidence(speed((pair, 0.1)), noise=noise) for noise in (0.005, 0.15))
     widths = [each.interaction_control.high / each.interaction_control.low for each in (clear, blurred)]
     assert widths[0] < 1.02**2 < widths[1]
     assert found(clear)["precision", INTERACTION, THROUGHPUT].verdict.kind == "more together"
     assert found(blurred)["precision", INTERACTION, THROUGHPUT].verdict.kind == "none found"
-
-
-def test_an_effect_has_to_be_clear_of_its_own_settings_control():
     races = evidence(speed((frozenset({"micro_batch"}), -math.log(0.9) + 0.03))).races  # worth 3%
     slow = {seed: race | {PLAN_AGAIN: timed(1.2 * timed_s(race[PLAN]))} for seed, race in races.items()}
     labels = {name: name for name in slow[0]}
     effects = found(AblationMeasurements(AblationDesign(NAMES), slow, {}, labels, "accuracy", True, "share"))
     assert effects["micro_batch", ALONE, THROUGHPUT].verdict.kind == "gain"
     assert effects["micro_batch", WITHIN, THROUGHPUT].verdict.kind == "no gain"
+    rows = list(evidence(speed()).control_rows())
+    assert [(row.arm, row.against) for row in rows] == [(UNCHANGED_AGAIN, UNCHANGED), (PLAN_AGAIN, PLAN)]
+    assert {row.verdict.kind for row in rows} <= {"no gain", "no verdict"}
 
 
 def timed_s(run) -> float:
     return run.events[-1].detail["seconds"]
 
 
-def test_fewer_than_five_seeds_have_no_verdict():
+def test_what_failed_or_could_not_be_tried_has_no_verdict():
     effects = found(evidence(speed(), seeds=4))
     assert {e.verdict.kind for e in effects.values()} == {"no verdict"}
     assert all(e.ratio.n == 4 for e in effects.values())
-
-
-def test_what_an_arm_failed_in_has_no_verdict_and_what_did_not_need_it_has():
     measured = evidence(speed())
     broken = dict(measured.races)
     broken[0] = broken[0] | {"without_precision": record(end="diverged")}
@@ -239,14 +234,14 @@ def test_what_an_arm_failed_in_has_no_verdict_and_what_did_not_need_it_has():
     assert effects["precision", INTERACTION, THROUGHPUT].verdict.kind == "no verdict"
     assert effects["precision", INTERACTION, THROUGHPUT].ratio.n == 7
     assert effects["precision", ALONE, THROUGHPUT].verdict.kind == "gain"
-
-
-def test_what_could_not_be_tried_has_no_figure():
     effects = found(evidence(speed()), precision={ALONE: "cannot stand alone: it needs another"})
     assert ("precision", ALONE, THROUGHPUT) not in effects
     assert ("precision", INTERACTION, THROUGHPUT) not in effects
     assert ("precision", WITHIN, THROUGHPUT) in effects
     assert ("", INTERACTION, THROUGHPUT) not in effects
+    races = dict(evidence(speed(), seeds=3).races)
+    races[1] = {name: run for name, run in races[1].items() if name != "with_precision"}
+    assert len(products(races, [(PLAN, UNCHANGED, 1), ("with_precision", UNCHANGED, -1)])) == 2
 
 
 def test_peaks_are_compared_as_counted_and_multiply_where_changes_act_apart():
@@ -277,11 +272,7 @@ def test_quality_is_paired_by_seed_after_the_same_rows():
         e for e in measured.effects(AblatedChange("precision", "precision bf16", "equivalent")) if e.metric == QUALITY
     ][:1]
     assert (kept.ratio.mean, kept.verdict.kind) == (pytest.approx(0.0), "no gain")
-
-
-def test_of_what_is_freed_too_quality_is_told_after_the_same_rows():
-    """A cap stops the slower arm early: where the other ended it had trained on more."""
-    design = AblationDesign(("precision", "learning_rate_scale"))
+    # A cap stops the slower arm early: where the other ended it had trained on more.
     names = (UNCHANGED, "with_precision", "with_learning_rate_scale", PLAN)
     races = {}
     for seed in range(5):
@@ -289,7 +280,6 @@ def test_of_what_is_freed_too_quality_is_told_after_the_same_rows():
         late = climbing((2.0,), (0.2 + 0.001 * seed,))
         races[seed] = whole | {"with_learning_rate_scale": replace(late, end=End("cap", {}))}
     measured = AblationMeasurements(design, races, {}, {name: name for name in names}, "accuracy", True, "share")
-    rate = AblatedChange("learning_rate_scale", "learning rate scale 3", "tuned")
     (alone,) = [e for e in measured.effects(rate) if (e.setting, e.metric) == (ALONE, QUALITY)]
     assert alone.ratio.mean == pytest.approx(10.2)  # 0.202 for 0.1, each after its first evaluation
 
@@ -369,16 +359,8 @@ def test_an_interaction_of_quality_is_told_where_it_is_clear(ends, seeds, noise,
     assert effects["schedule", INTERACTION, QUALITY].verdict.kind == kind
 
 
-def test_where_it_is_open_whether_changes_act_together_for_quality_the_headline_says_so():
-    ends = {"with_schedule": 0.34, "with_learning_rate_scale": 0.41, PLAN: 0.45}
-    design, measured, effects = ended(ends, noise=0.03)
-    each = changes(design)
-    verdict = headline(each, tuple(effects.values()), (*measured.whole("tuned"),), measured.interaction_control)
-    assert "undecided" in verdict.sentence
-
-
-def test_an_arm_that_a_cap_stopped_is_held_against_the_others_where_it_was_last_evaluated():
-    """All learn alike; the loop with a schedule was slow, and ended after half of the rows."""
+def test_interactions_of_quality_where_arms_ended_early_or_failed():
+    # All learn alike; the loop with a schedule was slow, and ended after half of the rows.
     _, measured, _ = ended({}, noise=0.0)
     races = {seed: dict(race) for seed, race in measured.races.items()}
     for race in races.values():
@@ -388,9 +370,6 @@ def test_an_arm_that_a_cap_stopped_is_held_against_the_others_where_it_was_last_
     effects = found(replace(measured, races=races), plan_kind="equivalent")
     interaction = effects["learning_rate_scale", INTERACTION, QUALITY]
     assert (interaction.ratio.mean, interaction.verdict.kind) == (pytest.approx(0.0), "none found")
-
-
-def test_no_interaction_of_quality_is_told_of_a_metric_that_is_not_finite_or_of_an_arm_that_failed():
     _, measured, clear = ended({}, seeds=6, noise=0.0005)
     assert clear["schedule", INTERACTION, QUALITY].verdict.kind == "none found"
     for broken in (climbing([1.0, 2.0], [0.1, math.nan]), record(end="diverged")):
@@ -398,28 +377,14 @@ def test_no_interaction_of_quality_is_told_of_a_metric_that_is_not_finite_or_of_
         races[2]["with_schedule"] = broken
         effects = found(replace(measured, races=races), plan_kind="tuned")
         assert effects["schedule", INTERACTION, QUALITY].verdict.kind == "no verdict"
-
-
-def test_of_arms_that_did_not_run_whole_no_interaction_of_quality_is_told():
     _, _, effects = ended({}, brief=frozenset({"with_schedule"}))
     assert ("schedule", INTERACTION, QUALITY) not in effects
     assert ("schedule", INTERACTION, THROUGHPUT) in effects
-
-
-def test_one_change_is_told_once():
-    design = AblationDesign(("precision",))
-    effects = found(evidence(speed(), design=design))
-    assert set(effects) == {("precision", ALONE, THROUGHPUT)}
-    assert evidence(speed(), design=design).interaction_control is None
-
-
-def test_a_race_counts_where_it_has_all_arms():
-    races = dict(evidence(speed(), seeds=3).races)
-    races[1] = {name: run for name, run in races[1].items() if name != "with_precision"}
-    assert len(products(races, [(PLAN, UNCHANGED, 1), ("with_precision", UNCHANGED, -1)])) == 2
-
-
-# The first sentences.
+    ends = {"with_schedule": 0.34, "with_learning_rate_scale": 0.41, PLAN: 0.45}
+    design, measured, effects = ended(ends, noise=0.03)
+    each = changes(design)
+    verdict = headline(each, tuple(effects.values()), (*measured.whole("tuned"),), measured.interaction_control)
+    assert "undecided" in verdict.sentence
 
 
 def said(measured: AblationMeasurements, **refusals: Mapping[str, str]):
@@ -438,20 +403,17 @@ def test_the_headline_says_what_the_plan_the_dearest_change_and_their_interactio
         r"more throughput gain in the plan than alone: precision by 1\.\d\dx .*, recompute by 1", verdict.sentence
     )
     assert "micro batch by" not in verdict.sentence
-
-
-def test_a_change_is_most_of_a_gain_where_it_is_more_than_half_of_it():
     sentence = said(evidence(lambda held: math.log(1.1) * len(held))).sentence
     assert re.search(r"The largest gain in the plan is from \w.*: 1\.", sentence)
     assert "Most of the gain" not in sentence
-
-
-def test_the_headline_says_that_no_interaction_is_seen_and_how_much_would_be():
     sentence = said(evidence(speed())).sentence
     assert re.search(
         r"No change has a significantly different .* than alone; the A/A control resolves \d.*%",
         sentence,
     )
+    assert headline((), (), ()) == NOTHING
+    assert NOTHING.kind == "no gain"
+    assert AblationDesign(()).controls == {}
 
 
 @pytest.mark.parametrize(
@@ -476,15 +438,3 @@ def test_of_a_plan_that_changes_the_training_the_headline_tells_what_it_ends_wit
     verdict = headline(changes(design), effects, tuple(measured.whole("tuned")), measured.interaction_control)
     assert (verdict.kind, verdict.code) == (kind, code)
     assert re.search(says, verdict.sentence)
-
-
-def test_a_plan_that_changes_nothing_has_nothing_to_ablate():
-    assert headline((), (), ()) == NOTHING
-    assert NOTHING.kind == "no gain"
-    assert AblationDesign(()).controls == {}
-
-
-def test_controls_are_stated_as_such():
-    rows = list(evidence(speed()).control_rows())
-    assert [(row.arm, row.against) for row in rows] == [(UNCHANGED_AGAIN, UNCHANGED), (PLAN_AGAIN, PLAN)]
-    assert {row.verdict.kind for row in rows} <= {"no gain", "no verdict"}

@@ -40,24 +40,20 @@ def entries(task, **settings):
     return {entry.name: entry for entry in found}
 
 
-def test_the_usual_peers_are_raced_where_none_are_named():
+def test_peers_are_raced_by_name_or_the_usual_ones():
     assert list(entries(all_peers())) == ["reference", "self", "equivalent_plan", "paper", "strong"]
     assert list(entries(all_peers(), peers=False)) == ["reference", "self", "equivalent_plan"]
     assert usual_peers(all_peers()) == ("paper", "strong")
     assert usual_peers(tiny) == ("strong",)
-
-
-def test_peers_are_raced_by_name_and_to_their_own_ends():
     found = entries(all_peers(), against=peers_of(all_peers()))
     assert list(found) == ["reference", "self", "equivalent_plan", "strict", "paper", "strong", "muon"]
     assert found["strict"].budget_samples == tiny.budget_samples
     assert found["muon"].budget_samples == 8 * BATCH_SIZE
     assert list(entries(all_peers(), against=("muon",))) == ["reference", "self", "equivalent_plan", "muon"]
-
-
-def test_a_peer_that_is_none_is_refused():
+    assert list(entries(replace(all_peers(), strong=None))) == ["reference", "self", "equivalent_plan", "paper"]
     with raises(ValueGivenError, code="recipe.missing", field="against"):
         require_peers(all_peers(), ("strong", "fast"))
+    assert set(HAND_TUNED) == set(RECIPES)
 
 
 @pytest.mark.parametrize(
@@ -78,14 +74,6 @@ def test_every_peer_that_is_named_is_checked_before_anything_runs(changes, named
     assert lacking in caught.value.problem
     assert others in caught.value.hint
     assert not (tmp_path / "out").exists()
-
-
-def test_a_usual_peer_that_a_task_does_not_have_is_left_out():
-    assert list(entries(replace(all_peers(), strong=None))) == ["reference", "self", "equivalent_plan", "paper"]
-
-
-def test_every_hand_tuned_recipe_has_its_loop():
-    assert set(HAND_TUNED) == set(RECIPES)
 
 
 def test_naming_peers_is_asking_for_them():

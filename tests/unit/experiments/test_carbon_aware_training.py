@@ -89,7 +89,7 @@ def test_nothing_is_held_while_it_waits(day, tmp_path):
     assert set(folders) == {""}  # nobody holds it
 
 
-def test_it_waits_in_one_piece_without_checkpoints(day, plain):
+def test_a_run_without_checkpoints_waits_in_one_piece(day, plain):
     found = day.train(Hourly((300, 300, 300, 100, 100, 100, 100, 300)), by_h=8)
     same(day, plain)
     assert hours_trained(day) == [3, 4, 5, 6]
@@ -157,7 +157,7 @@ def test_a_signal_before_the_first_window_leaves_no_trace(day, tmp_path):
     assert (day.models, list(tmp_path.iterdir())) == ([], [])
 
 
-def test_a_signal_in_the_window_before_a_pause_is_not_overlooked(day, plain, tmp_path):
+def test_a_signal_before_a_pause_or_while_a_stretch_is_made_ready_is_not_overlooked(day, plain, tmp_path):
     day.in_window = lambda: len(day.losses) == 6 and signal.raise_signal(signal.SIGTERM)
     with pytest.raises(SystemExit, match="143"):
         day.train(Hourly(), tmp_path / "kept")
@@ -183,8 +183,8 @@ def test_a_run_that_is_slower_than_it_was_thought_starts_sooner_again(day, plain
     assert found["pauses"] >= 1
 
 
-def test_a_clock_that_jumps_over_the_stretch_costs_a_pause_and_no_more(day, plain, tmp_path):
-    """As of a machine that slept: one window is trained, and what is left is decided anew."""
+def test_a_clock_that_runs_away_costs_a_pause_and_no_more(day, plain, tmp_path):
+    # As of a machine that slept: one window is trained, and what is left is decided anew.
     jumps = [NOW + 3.9 * HOUR]
     day.asleep = lambda: jumps and setattr(day, "now_s", jumps.pop())
     day.train(Hourly(), tmp_path / "kept")

@@ -53,20 +53,20 @@ TASK_FILE = f"{Path(__file__).with_name('tiny_task.py')}:task"
 PAIRS = CompareOptions(num_pairs=2, peers=False)
 
 
+def test_a_folder_of_other_or_damaged_settings_is_refused(folder):
+    path = folder / "settings.json"
+    settings = json.loads(path.read_text())
+    older = {name: value for name, value in settings.items() if name != "code"}
+    cases = [("folder.settings_differ", json.dumps(each)) for each in (older, settings | {"budget": "x"})]
+    for code, text in (*cases, *(("settings.damaged", text) for text in ("", "{", "[1]", "3"))):
+        path.write_text(text)
+        with raises(FormatError, code=code):
+            run(folder)
+
+
 @pytest.fixture(autouse=True)
 def short(monkeypatch):
-    """Blocks of a few steps, in trials and in races."""
-    monkeypatch.setattr(trials, "BLOCK_S", 0.003)
-    monkeypatch.setattr(race_module, "_BLOCK_S", 0.02)
-    monkeypatch.setattr(race_module, "_BLOCK_STEPS", 1)
-    monkeypatch.setattr(gain_module, "_LAP_S", 0.002)
-
-
-with_paper = replace(tiny, baselines={"paper": PaperLoop})
-
-
-def run(out: Path, settings: CompareOptions = PAIRS, task=None, **options) -> Comparison:
-    return compare(task or load_task(TASK_FILE), out, settings, command="trimtab compare tiny", **options)
+    shorten(monkeypatch)
 
 
 @pytest.fixture(scope="module")
@@ -74,11 +74,24 @@ def finished(tmp_path_factory) -> tuple[Path, Comparison, list[str]]:
     """A comparison of two pairs, run once."""
     folder, lines = tmp_path_factory.mktemp("compare") / "tiny", []
     with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(trials, "BLOCK_S", 0.003)
-        monkeypatch.setattr(race_module, "_BLOCK_S", 0.02)
-        monkeypatch.setattr(race_module, "_BLOCK_STEPS", 1)
-        monkeypatch.setattr(gain_module, "_LAP_S", 0.002)
+        shorten(monkeypatch)
         return folder, run(folder, progress=lambda text, share=None: lines.append(text)), lines
+
+
+def lengths(task, plans: Plans, *, brief: bool = False, **more) -> dict[str, int]:
+    """Return the steps of each arm."""
+    entries = ArmSelection(task, plans, CompareOptions(), brief=brief, **more).entries()
+    return {e.name: e.budget_samples // BATCH_SIZE for e in entries}
+
+
+LONG = replace(tiny, budget_samples=5000 * BATCH_SIZE)
+
+
+with_paper = replace(tiny, baselines={"paper": PaperLoop})
+
+
+def run(out: Path, settings: CompareOptions = PAIRS, task=None, **options) -> Comparison:
+    return compare(task or load_task(TASK_FILE), out, settings, command="trimtab compare tiny", **options)
 
 
 @pytest.fixture
@@ -95,7 +108,7 @@ def files(folder: Path) -> dict[str, bytes]:
     return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
 
 
-def test_a_comparison_without_peers_races_the_loop_its_control_and_both_plans(finished):
+def test_a_comparison_without_peers_races_the_loop_its_control_and_both_plans(finished, tmp_path):
     _, found, _ = finished
     assert [arm.name for arm in found.arms] == ["reference", "self", "equivalent_plan", "tuned_plan"]
     assert (found.task, found.num_pairs, found.command) == ("tiny", 2, "trimtab compare tiny")
@@ -107,6 +120,19 @@ def test_a_comparison_without_peers_races_the_loop_its_control_and_both_plans(fi
     }
     assert found.headline.kind == "no verdict"
     assert found.data_source == {"name": "random points", "origin": "made here", "sha256": "0" * 64}
+    reference, control = found.arm("reference"), found.arm("self")
+    assert reference.final_metric == control.final_metric
+    assert [(rows, metric) for curve in reference.curves for rows, _, metric in curve.points] == [
+        (rows, metric) for curve in control.curves for rows, _, metric in curve.points
+    ]
+    assert reference.final_samples == BUDGET_SAMPLES
+    found = finished[1]
+    paths = write_report(found, tmp_path)
+    assert read_json(Comparison, paths["json"]) == found
+    assert "tiny" in paths["md"].read_text()
+    assert paths["html"].read_text().lstrip().lower().startswith("<!doctype html>")
+    assert terminal_report(found) is not None
+    assert benchmark_object(read_json(Comparison, paths["json"])) == benchmark_object(found)
 
 
 def test_some_pairs_may_be_only_timed(tmp_path, monkeypatch):
@@ -233,91 +259,55 @@ def made_plans(step_s: float) -> Plans:
     return Plans({"equivalent": same, "tuned": same, "strong": same})
 
 
-@pytest.mark.parametrize(("schedule", "rows"), [("user", 5000), ("warmup_cosine", 1000)])
-def test_only_a_plan_with_a_schedule_of_its_own_ends_at_the_tasks_horizon(schedule, rows):
-    its = replace(tiny, budget_samples=5000 * BATCH_SIZE, adapted_samples=1000 * BATCH_SIZE)
+@pytest.mark.parametrize(("schedule", "steps"), [("user", 5000), ("warmup_cosine", 1000)])
+def test_only_a_plan_with_a_schedule_of_its_own_ends_at_the_tasks_horizon(schedule, steps):
     plans = made_plans(0.01)
     freed = replace(plans.plans["tuned"], schedule=replace(plans.plans["tuned"].schedule, value=schedule))
     plans = replace(plans, plans=plans.plans | {"tuned": freed})
-    entries = {e.name: e for e in ArmSelection(its, plans, CompareOptions(), brief=False).entries()}
-    assert entries["tuned_plan"].budget_samples == rows * BATCH_SIZE
+    assert lengths(replace(LONG, adapted_samples=1000 * BATCH_SIZE), plans)["tuned_plan"] == steps
+
+
+def fused(plans: Plans, **values) -> Plans:
+    """Return plans of which the equivalent one fuses the optimizer's step."""
+    same = plans.plans["equivalent"]
+    same = replace(same, fused_optimizer=replace(same.fused_optimizer, value=True, changed=True), **values)
+    return replace(plans, plans=plans.plans | {"equivalent": same})
 
 
 @pytest.mark.parametrize(
-    ("step_s", "steps"),
-    [(1.0, 60), (0.01, 600), (0.001, 5000)],  # slow steps; about six seconds of fast ones; at most the whole
+    ("step_s", "steps", "steps_on_gpu", "own_on_gpu"),
+    # Slow steps; about six seconds of fast ones, and fewer on a GPU, each by its own step; at most the whole.
+    [(1.0, 60, 24, 50), (0.01, 600, 500, 5000), (0.001, 5000, 5000, 5000)],
 )
-def test_short_arms_last_sixty_steps_and_about_six_seconds(step_s, steps):
-    its = replace(tiny, budget_samples=5000 * BATCH_SIZE)
-    entries = ArmSelection(its, made_plans(step_s), CompareOptions(), brief=True).entries()
-    assert {e.budget_samples for e in entries if e.name in ("reference", "self", "equivalent_plan")} == {
-        steps * BATCH_SIZE
-    }
-
-
-@pytest.mark.parametrize(("step_s", "steps", "own"), [(1.0, 24, 50), (0.01, 500, 5000)])
-def test_on_a_gpu_short_arms_are_shorter_and_each_as_long_by_its_own_step(step_s, steps, own):
-    its = replace(tiny, budget_samples=5000 * BATCH_SIZE)
-    plans = made_plans(step_s)
-    fused = replace(plans.plans["equivalent"].fused_optimizer, value=True, changed=True)
-    faster = replace(plans.plans["equivalent"], measured=MeasuredCost(step_s / 10), fused_optimizer=fused)
-    plans = replace(plans, plans=plans.plans | {"equivalent": faster})
-    entries = ArmSelection(its, plans, CompareOptions(), brief=True, dear=True).entries()
-    found = {e.name: e.budget_samples // BATCH_SIZE for e in entries}
-    assert (found["reference"], found["self"], found["equivalent_plan"]) == (steps, steps, own)
+def test_short_arms_last_sixty_steps_and_about_six_seconds(step_s, steps, steps_on_gpu, own_on_gpu):
+    found = lengths(LONG, made_plans(step_s), brief=True)
+    assert [found[name] for name in ("reference", "self", "equivalent_plan")] == [steps] * 3
+    found = lengths(LONG, fused(made_plans(step_s), measured=MeasuredCost(step_s / 10)), brief=True, dear=True)
+    assert (found["reference"], found["self"], found["equivalent_plan"]) == (steps_on_gpu, steps_on_gpu, own_on_gpu)
 
 
 def test_the_controls_of_a_whole_race_run_for_a_minute():
     rows = 5000 * BATCH_SIZE
     its = replace(with_paper, budget_samples=rows, strong=replace(tiny.strong, budget_samples=rows))
-    entries = {e.name: e for e in ArmSelection(its, made_plans(0.1), CompareOptions(), brief=False).entries()}
-    assert {e.name: e.budget_samples // BATCH_SIZE for e in entries.values() if e.is_timed_only} == {
+    entries = ArmSelection(its, made_plans(0.1), CompareOptions(), brief=False).entries()
+    assert {e.name: e.budget_samples // BATCH_SIZE for e in entries if e.is_timed_only} == {
         "self": 600, "equivalent_plan": 600, "strong_plan": 600, "paper": 60
     }  # fmt: skip
-    entries = {e.name: e for e in ArmSelection(its, made_plans(0.001), CompareOptions(), brief=False).entries()}
-    assert not any(e.is_timed_only for e in entries.values())
-
-
-@pytest.mark.parametrize(
-    ("step_s", "changes", "timed"), [(0.1, False, True), (0.1, True, False), (0.001, False, False)]
-)
-def test_a_plan_that_changes_nothing_is_only_timed_where_the_reference_takes_long(step_s, changes, timed):
-    its = replace(tiny, budget_samples=5000 * BATCH_SIZE)
-    plans = made_plans(step_s)
-    if changes:
-        fused = replace(plans.plans["equivalent"].fused_optimizer, value=True, changed=True)
-        plans = replace(
-            plans, plans=plans.plans | {"equivalent": replace(plans.plans["equivalent"], fused_optimizer=fused)}
-        )
-    entries = {e.name: e for e in ArmSelection(its, plans, CompareOptions(), brief=False).entries()}
-    assert entries["equivalent_plan"].is_timed_only is timed
-    assert ("the plan changes nothing" in str(entries["equivalent_plan"].detail)) is timed
-
-
-@pytest.mark.parametrize(("step_s", "timed"), [(0.1, True), (0.001, False)])
-def test_the_paper_recipe_is_only_timed_where_the_reference_takes_long(step_s, timed):
-    its = replace(with_paper, budget_samples=5000 * BATCH_SIZE)
-    entries = {e.name: e for e in ArmSelection(its, made_plans(step_s), CompareOptions(), brief=False).entries()}
-    detail = {"brief": True, "why_timed": "the reference trains longer than 120 s"} if timed else {}
-    assert entries["paper"].detail == detail
-    assert entries["reference"].detail == {}
-
-
-def test_the_paper_recipe_runs_whole_where_a_cap_says_how_long_an_arm_may_train():
-    its = replace(with_paper, budget_samples=5000 * BATCH_SIZE)
-    settings = replace(CompareOptions(), cap_s=90.0)
-    entries = {e.name: e for e in ArmSelection(its, made_plans(0.1), settings, brief=False).entries()}
-    assert (entries["paper"].budget_samples, entries["paper"].is_timed_only) == (its.budget_samples, False)
-
-
-def test_reference_and_control_train_alike_to_the_last_bit(finished):
-    _, found, _ = finished
-    reference, control = found.arm("reference"), found.arm("self")
-    assert reference.final_metric == control.final_metric
-    assert [(rows, metric) for curve in reference.curves for rows, _, metric in curve.points] == [
-        (rows, metric) for curve in control.curves for rows, _, metric in curve.points
+    detail = {e.name: e.detail for e in entries}
+    assert detail["paper"] == {"brief": True, "why_timed": "the reference trains longer than 120 s"}
+    assert detail["reference"] == {}
+    assert "the plan changes nothing" in str(detail["equivalent_plan"])
+    changing = ArmSelection(its, fused(made_plans(0.1)), CompareOptions(), brief=False).entries()
+    assert "equivalent_plan" not in {e.name for e in changing if e.is_timed_only}
+    quick = ArmSelection(its, made_plans(0.001), CompareOptions(), brief=False).entries()
+    assert not any(e.is_timed_only or e.detail for e in quick)
+    # A cap says how long an arm may train.
+    (paper,) = [
+        e
+        for e in ArmSelection(its, made_plans(0.1), CompareOptions(cap_s=90.0), brief=False).entries()
+        if e.name == "paper"
     ]
-    assert reference.final_samples == BUDGET_SAMPLES
+    assert (paper.budget_samples, paper.is_timed_only) == (rows, False)
 
 
 def test_every_stage_leaves_its_result(finished):
@@ -365,15 +355,12 @@ def test_the_environment_is_that_of_the_races(folder, finished, monkeypatch):
     assert run(folder).environment == finished[1].environment != today
 
 
-def test_what_is_there_is_gone_on_with(finished, folder):
+def test_only_the_race_that_is_missing_is_run_again(finished, folder):
     lines: list[str] = []
     shutil.rmtree(folder / "race-1")
     run(folder, progress=lambda text, share=None: lines.append(text))
     assert f"resuming with 1 completed runs in {folder}" in lines
     assert not any(line.startswith("resuming") for line in finished[2])
-
-
-def test_only_the_race_that_is_missing_is_run_again(folder):
     shutil.rmtree(folder / "race-1")
     (folder / "race-1.partial").mkdir()  # where it was cut off
     (folder / "race-1.partial" / "reference.jsonl").write_text("torn")
@@ -387,7 +374,7 @@ def test_only_the_race_that_is_missing_is_run_again(folder):
     assert set(after) - set(kept) == {f"race-1/{arm.name}.jsonl" for arm in found.arms}
 
 
-def test_a_race_that_is_cut_off_leaves_nothing_that_counts(folder):
+def test_a_race_that_is_cut_off_leaves_nothing_that_counts_and_more_pairs_may_be_added(folder):
     shutil.rmtree(folder / "race-1")
 
     def interrupt(text: str, share: float | None = None) -> None:
@@ -398,6 +385,12 @@ def test_a_race_that_is_cut_off_leaves_nothing_that_counts(folder):
         run(folder, progress=interrupt)
     assert not (folder / "race-1").exists()
     assert run(folder).num_pairs == 2
+    before = files(folder)
+    found = run(folder, replace(PAIRS, num_pairs=3))
+    assert found.num_pairs == 3
+    after = files(folder)
+    assert {name: after[name] for name in before} == before
+    assert run(folder, replace(PAIRS, num_pairs=1)).num_pairs == 1
 
 
 def test_data_is_placed_once_for_all_races(folder, monkeypatch):
@@ -407,15 +400,6 @@ def test_data_is_placed_once_for_all_races(folder, monkeypatch):
         shutil.rmtree(race)
     assert run(folder).num_pairs == 2
     assert len(given) == 1
-
-
-def test_more_pairs_may_be_added(folder):
-    before = files(folder)
-    found = run(folder, replace(PAIRS, num_pairs=3))
-    assert found.num_pairs == 3
-    after = files(folder)
-    assert {name: after[name] for name in before} == before
-    assert run(folder, replace(PAIRS, num_pairs=1)).num_pairs == 1
 
 
 @pytest.mark.parametrize(
@@ -434,11 +418,6 @@ def test_a_folder_holds_one_comparison(folder, changes, options, named):
         run(folder, replace(PAIRS, **changes), **options)
     assert files(folder) == before
     assert named in caught.value.problem
-
-
-def test_a_folder_of_another_task_is_refused(folder):
-    with raises(FormatError, code="folder.settings_differ"):
-        run(folder, task=replace(tiny, name="other"))
 
 
 def retuned(model, lr):
@@ -478,11 +457,16 @@ def test_a_folder_of_a_task_whose_file_was_edited_is_refused(tmp_path):
         run(folder, task=load_task(f"{path}:task"))
 
 
-def test_a_folder_of_an_older_version_is_said_to_be_one(folder):
-    path = folder / "settings.json"
-    settings = json.loads(path.read_text())
-    del settings["code"]
-    path.write_text(json.dumps(settings))
+def test_a_folder_of_another_machine_version_or_task_is_refused(folder, monkeypatch):
+    here = claim_module.environment()
+    for key, value in (("cpu", "another processor"), ("threads", "99")):
+        with monkeypatch.context() as patched:
+            patched.setattr(claim_module, "environment", lambda: here | {key: value})  # noqa: B023
+            with raises(FormatError, code="folder.settings_differ"):
+                run(folder)
+    with raises(FormatError, code="folder.settings_differ"):
+        run(folder, task=replace(tiny, name="other"))
+    monkeypatch.setattr(trimtab, "__version__", "0.0.0")
     with raises(FormatError, code="folder.settings_differ"):
         run(folder)
 
@@ -498,9 +482,14 @@ def test_code_is_told_by_what_it_says_not_by_where_it_lies(tmp_path):
             tasks.append(load_task(f"{path}:task"))
         codes.append(code_of(replace(tasks[0], loss_fn=tasks[1].loss_fn)))
     assert codes[0] == codes[1] != codes[2]
-
-
-def test_looking_at_a_task_draws_no_random_number():
+    # As `functools.partial(load_cifar10, 2000)` does from one of 3,000.
+    shape, other = GPTShape(20, 8, width=8), GPTShape(20, 8, width=16)
+    bound = [2000, 3000, "2000", [2000], {"rows": 2000}, shape, other, partial(retuned, lr=1), partial(retuned, lr=2)]
+    assert len({code_of(tiny), *map(held_at, bound)}) == len(bound) + 1
+    assert [held_at(each) for each in bound] == [held_at(each) for each in copy.deepcopy(bound)]
+    assert held_at(object()) == held_at(object())  # where something lies in memory is not what it is
+    recipes = [replace(tiny.strong, make_optimizer=partial(retuned, lr=lr)) for lr in (1, 2)]
+    assert len({code_of(replace(tiny, strong=recipe)) for recipe in recipes}) == 2
     before = torch.get_rng_state()
     assert build_of(tiny) == build_of(tiny)
     assert torch.equal(torch.get_rng_state(), before)
@@ -511,48 +500,17 @@ def held_at(number: object):
     return code_of(replace(tiny, loss_fn=partial(tiny.loss_fn, number)))
 
 
-def test_what_is_bound_to_a_tasks_parts_tells_it_from_others():
-    """As `functools.partial(load_cifar10, 2000)` does from one of 3,000."""
-    shape, other = GPTShape(20, 8, width=8), GPTShape(20, 8, width=16)
-    bound = [2000, 3000, "2000", [2000], {"rows": 2000}, shape, other, partial(retuned, lr=1), partial(retuned, lr=2)]
-    assert len({code_of(tiny), *map(held_at, bound)}) == len(bound) + 1
-    assert [held_at(each) for each in bound] == [held_at(each) for each in copy.deepcopy(bound)]
-    assert held_at(object()) == held_at(object())  # where something lies in memory is not what it is
-    recipes = [replace(tiny.strong, make_optimizer=partial(retuned, lr=lr)) for lr in (1, 2)]
-    assert len({code_of(replace(tiny, strong=recipe)) for recipe in recipes}) == 2
-
-
 def other_data() -> TaskData:
     data = load_data()
     return replace(data, source=replace(data.source, sha256="1" * 64))
 
 
-@pytest.mark.parametrize(("key", "value"), [("cpu", "another processor"), ("threads", "99")])
-def test_a_folder_of_another_machine_is_refused(folder, monkeypatch, key, value):
-    here = claim_module.environment()
-    monkeypatch.setattr(claim_module, "environment", lambda: here | {key: value})
-    with raises(FormatError, code="folder.settings_differ"):
-        run(folder)
-
-
-def test_a_folder_of_another_version_is_refused(folder, monkeypatch):
-    monkeypatch.setattr(trimtab, "__version__", "0.0.0")
-    with raises(FormatError, code="folder.settings_differ"):
-        run(folder)
-
-
-def test_a_folder_made_under_a_budget_is_refused_without_it(folder):
-    settings = json.loads((folder / "settings.json").read_text())
-    (folder / "settings.json").write_text(json.dumps(settings | {"budget": "x"}))
-    with raises(FormatError, code="folder.settings_differ"):
-        run(folder)
-
-
-@pytest.mark.parametrize("text", ["", "{", "[1]", "3"])
-def test_damaged_settings_are_named(folder, text):
-    (folder / "settings.json").write_text(text)
-    with raises(FormatError, code="settings.damaged"):
-        run(folder)
+def shorten(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Use blocks of a few steps, in trials and in races."""
+    monkeypatch.setattr(trials, "BLOCK_S", 0.003)
+    monkeypatch.setattr(race_module, "_BLOCK_S", 0.02)
+    monkeypatch.setattr(race_module, "_BLOCK_STEPS", 1)
+    monkeypatch.setattr(gain_module, "_LAP_S", 0.002)
 
 
 @pytest.mark.parametrize(
@@ -562,16 +520,6 @@ def test_damaged_settings_are_named(folder, text):
 def test_settings_are_checked_at_the_door(field, value):
     with pytest.raises(ValueGivenError):
         CompareOptions(**{field: value})
-
-
-def test_the_report_is_written_and_read_back(finished, tmp_path):
-    found = finished[1]
-    paths = write_report(found, tmp_path)
-    assert read_json(Comparison, paths["json"]) == found
-    assert "tiny" in paths["md"].read_text()
-    assert paths["html"].read_text().lstrip().lower().startswith("<!doctype html>")
-    assert terminal_report(found) is not None
-    assert benchmark_object(read_json(Comparison, paths["json"])) == benchmark_object(found)
 
 
 def test_a_whole_comparison_races_the_peers_too(tmp_path):
@@ -637,9 +585,6 @@ def test_a_step_of_other_maths_ends_the_comparison_before_it_is_planned(tmp_path
 
 def sgd(model: torch.nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.1)
-
-
-# Plans and arms.
 
 
 def test_plans_are_made_on_data_no_race_uses(monkeypatch):

@@ -42,17 +42,11 @@ def length(pace: BlockLength, step_s: float) -> int:
     return steps
 
 
-def test_one_process_ends_a_block_by_its_clock():
+def test_blocks_of_one_process_end_by_its_clock_and_ranks_know_theirs_before():
     pace = BlockLength(8, 1.0)
     assert [length(pace, step_s) for step_s in (0.25, 0.0625, 0.25)] == [8, 16, 8]
-
-
-def test_ranks_know_how_long_a_block_is_before_it_begins():
     pace = _FixedBlockLength(8, 1.0)
     assert [length(pace, step_s) for step_s in (0.0625, 0.0625, 0.25, 0.0625)] == [8, 16, 16, 8]
-
-
-def test_a_block_without_steps_decides_nothing():
     pace = _FixedBlockLength(8, 1.0)
     pace.ended(0, 0.0)
     assert length(pace, 1.0) == 8
@@ -72,9 +66,6 @@ def test_one_process_agrees_with_itself(tmp_path):
     error = ValueError("any")
     assert ALONE.may_leave(error)
     assert ALONE.ended(error) is error
-
-
-# What is refused
 
 
 @pytest.mark.parametrize(
@@ -116,18 +107,6 @@ def test_a_given_plan_is_for_as_many_ranks_and_their_share():
         given_plan(share, replace(shared, batch_size=BATCH_SIZE, micro_batch=Plan.fixed(BATCH_SIZE).micro_batch), 2)
 
 
-def test_settings_that_ask_for_more_are_refused_too(tmp_path):
-    class Two(Coordinator):
-        num_ranks = 2
-
-    with raises(ValueGivenError, code="option.conflict", field="--ranks"):
-        compare(tiny, tmp_path / "out", CompareOptions(), command="", together=Two())
-    assert not (tmp_path / "out").exists()
-
-
-# Whose a folder is
-
-
 def claimed(folder, num_ranks: int = 1, plan: Plan | None = None) -> None:
     claim_folder(folder, tiny, load_data(), {"quick": True}, Budget(), Objective(), plan, num_ranks)
 
@@ -155,15 +134,19 @@ def test_a_folder_is_of_so_many_ranks(tmp_path):
             claimed(tmp_path, others)
 
 
-def test_a_folder_that_says_nothing_of_ranks_is_of_one(tmp_path):
+def test_a_folder_is_of_so_many_ranks_and_of_one_if_it_says_nothing(tmp_path):
     claimed(tmp_path)
     assert "ranks" not in (tmp_path / "settings.json").read_text()
     claimed(tmp_path)
     with raises(FormatError, code="folder.settings_differ"):
         claimed(tmp_path, 2)
 
+    class Two(Coordinator):
+        num_ranks = 2
 
-# What a report says
+    with raises(ValueGivenError, code="option.conflict", field="--ranks"):
+        compare(tiny, tmp_path / "out", CompareOptions(), command="", together=Two())
+    assert not (tmp_path / "out").exists()
 
 
 def comparison(ranks: RankConditions, facts=None) -> Comparison:
@@ -171,7 +154,7 @@ def comparison(ranks: RankConditions, facts=None) -> Comparison:
     return summarise(tiny, load_data(), PLANS, {}, facts, command="", environment={}, ranks=ranks)
 
 
-def test_a_report_of_ranks_says_so_first():
+def test_a_report_says_on_how_many_ranks_it_was_measured():
     found = comparison(RankConditions(2, "cores"))
     sentence = "Measured on 2 ranks; the reference is the loop in DistributedDataParallel."
     assert sentence in found.headline.sentence
@@ -183,16 +166,10 @@ def test_a_report_of_ranks_says_so_first():
     roomy = comparison(RankConditions(2))
     assert sentence in roomy.headline.sentence
     assert "measure scaling" not in " ".join((roomy.headline.sentence, *roomy.notes))
-
-
-def test_a_report_of_one_process_says_nothing_of_ranks():
     found = comparison(RankConditions())
     assert found.num_ranks == 1
     assert "rank" not in " ".join((found.headline.sentence, details_line(found), *found.notes))
     assert headline((), (), PLANS.plans["equivalent"], {}).sentence == "Nothing was measured."
-
-
-def test_an_older_report_is_read_as_of_one_rank():
     written = json.loads(to_json(comparison(RankConditions(2))))
     assert written.pop("num_ranks") == 2
     assert from_json(Comparison, json.dumps(written)).num_ranks == 1
@@ -215,8 +192,5 @@ def test_a_peak_that_an_engine_hides_is_unknown():
     assert facts.peak_bytes is None
     assert facts.is_current
     assert measure_arm(ReferenceLoop, tiny, load_data(), torch.device("cpu")).peak_bytes > 0
-
-
-def test_terms_of_a_row_are_the_mean_over_all_rows():
     assert _mean([6.0, 3.0], [1, 2]) == 4.0
     assert _mean([7.0], [3]) == 7.0

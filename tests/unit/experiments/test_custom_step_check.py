@@ -141,9 +141,6 @@ def test_a_small_parameters_gradient_is_held_too():
     refused(left_out, "step.gradient_differs", **changes)
 
 
-# The optimizer's own step.
-
-
 def twice_as_fast(model, optimizer, batch):
     for group in optimizer.param_groups:
         group["lr"] = 2 * optimizer.defaults["lr"]
@@ -214,11 +211,6 @@ def test_another_number_of_steps_is_refused(step, make_optimizer):
     assert "4 optimizer steps in 2 batches" in error.problem
 
 
-def test_an_undeclared_step_that_does_nothing_is_refused():
-    with raises(ValueGivenError, code="step.weights_differ", field="task.step"):
-        check(lambda model, optimizer, batch: None)
-
-
 @both_optimizers
 def test_steps_taken_every_other_batch_are_refused(make_optimizer):
     calls = []
@@ -232,9 +224,6 @@ def test_steps_taken_every_other_batch_are_refused(make_optimizer):
 
     error = refused(step, "step.count_differs", make_optimizer=make_optimizer)
     assert "1 optimizer steps in 2 batches" in error.problem
-
-
-# What is the same maths.
 
 
 class Reader(nn.Module):
@@ -277,9 +266,8 @@ def text() -> TaskData:
 reader = replace(tiny, make_model=Reader, loss_fn=next_token, batch_size=32)
 
 
-def test_accumulation_under_adam_is_no_other_maths():
-    """Adam moves the key bias by its whole rate, in whichever direction rounding says: the weights do part."""
-
+def test_accumulation_is_no_other_maths():
+    # Adam moves the key bias by its whole rate, in whichever direction rounding says: the weights do part.
     def adamw(model):  # its eps below any rounding: at 1e-8 how far they part would depend on the machine
         return torch.optim.AdamW(model.parameters(), lr=3e-3, eps=1e-15)
 
@@ -290,9 +278,6 @@ def test_accumulation_under_adam_is_no_other_maths():
     )
     assert custom_step_check._difference(ours, theirs).weights > 10 * custom_step_check._LIMIT, "nothing is shown"
     check_step(its, text(), CPU)
-
-
-def test_accumulation_by_rows_is_no_other_maths():
     check_step(replace(reader, step=accumulating((0.5, 0.375, 0.125), (16, 12, 4))), text(), CPU)
 
 
@@ -397,9 +382,17 @@ def test_a_parameter_without_a_gradient_does_not_move(to_none):
         refused(step, "step.weights_differ", **changes)
 
 
-def test_rounding_is_no_other_maths():
-    """Gradients in double precision, weights as they were."""
+def test_a_step_that_strays_by_itself_is_not_blamed():
+    # Noise of its own, as of atomic additions, is what it is held against then.
+    def step(model, optimizer, batch):
+        stepping()(model, optimizer, batch)
+        with torch.no_grad():
+            model[0].weight.add_(0.001 * torch.randn(model[0].weight.shape, generator=noise))
 
+    noise = torch.Generator().manual_seed(5)
+    check(step)
+
+    # Gradients in double precision, weights as they were.
     def step(model, optimizer, batch):
         optimizer.zero_grad()
         (tiny.loss_fn(model, batch) / 3).backward()
@@ -407,18 +400,6 @@ def test_rounding_is_no_other_maths():
             parameter.grad.mul_(3)
         optimizer.step()
 
-    check(step)
-
-
-def test_a_step_that_strays_by_itself_is_not_blamed():
-    """Noise of its own, as of atomic additions, is what it is held against then."""
-
-    def step(model, optimizer, batch):
-        stepping()(model, optimizer, batch)
-        with torch.no_grad():
-            model[0].weight.add_(0.001 * torch.randn(model[0].weight.shape, generator=noise))
-
-    noise = torch.Generator().manual_seed(5)
     check(step)
 
 
@@ -460,19 +441,16 @@ def test_nothing_is_left_on_the_optimizers(fails):
     assert not any(optimizer._optimizer_step_pre_hooks for optimizer in made)
 
 
-def test_a_task_without_a_step_is_not_trained():
-    check_step(replace(tiny, make_model=None.__class__), load_data(), CPU)
-
-
-def test_the_process_is_left_as_it_was():
+def test_the_process_is_left_as_it_was_and_an_error_is_named():
     before = torch.get_rng_state()
     check(stepping())
     assert torch.equal(torch.get_rng_state(), before)
 
-
-def test_a_step_that_raises_is_named():
     def step(model, optimizer, batch):
         raise ZeroDivisionError("by nothing")
 
     with raises(LoopError, code="baseline.failed", field="baseline loop"):
         check(step)
+    check_step(replace(tiny, make_model=None.__class__), load_data(), CPU)
+    with raises(ValueGivenError, code="step.weights_differ", field="task.step"):
+        check(lambda model, optimizer, batch: None)

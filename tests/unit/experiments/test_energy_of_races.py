@@ -90,13 +90,23 @@ def test_joules_per_row_are_held_against_the_other_arms(power_w, step_s, kind, r
     assert row.ratio.mean == pytest.approx(ratio, rel=0.01)
 
 
-def test_too_few_pairs_and_estimates_allow_no_verdict():
+def test_joules_of_races_that_allow_no_verdict():
     assert joules_row(races(50.0, pairs=4)).verdict.kind == "no verdict"
     estimated = MeterFacts(Provenance.ESTIMATED, ("100 W, as given",))
     row = joules_row(races(50.0, meter=estimated))
     assert (row.verdict.kind, "estimated" in row.verdict.sentence) == ("no verdict", True)
     ratio = comparison_statistics.as_ratio(ratio_interval([0.5] * 5), [0.5] * 5)
     assert energy_verdict(ratio, None, "a", "b").kind == "no verdict"
+    found = races(50.0, pairs=6)
+    found[3]["equivalent_plan"] = replace(found[3]["equivalent_plan"], end=End("error", {"error": "no memory"}))
+    row = joules_row(found)
+    assert (row.ratio.n, row.verdict.kind, row.failed) == (5, "no verdict", "equivalent_plan failed in 1 of 6 runs")
+    found = {0: {"reference": record(), "equivalent_plan": record()}}
+    assert joules_row(found) is None
+    assert meter_of(found).is_absent
+    assert watts(record()) is None
+    assert joules_to(record(), 2.0) is None
+    assert math.isnan(comparison_statistics.step_joules(record(), 10))
 
 
 @pytest.mark.parametrize("saved", [1.0, -1.0])
@@ -127,9 +137,12 @@ def test_joules_are_paired_by_lap():
     assert comparison_statistics.energy_ratios({0: {"a": ours, "b": theirs}}, "a", "b") == pytest.approx([0.5])
     none = metered(uneven, 100.0, unknown=(1, 3))
     assert comparison_statistics.energy_ratios({0: {"a": ours, "b": none}}, "a", "b") == []
-
-
-def test_the_verdict_of_speed_is_that_of_seconds():
+    run = metered(record(blocks=[(10, 2.0)] * 3), 50.0)
+    assert [joules_to(run, s) for s in (1.0, 2.0, 5.0)] == [50.0, 100.0, 250.0]
+    assert joules_to(run, math.inf) is None
+    known_in_part = metered(record(blocks=[(10, 2.0)] * 3), 50.0, unknown=(1,))
+    assert joules_to(known_in_part, 5.0) == 250.0  # by the arm's mean power
+    assert joules_to(metered(record(blocks=[(10, 2.0)] * 3), 50.0, unknown=(0, 1)), 5.0) is None
     found = races(300.0, 0.5)  # twice as fast, and half as much again in joules
     speed = throughput_row(
         found, "equivalent_plan", "reference", "equivalent", ratio_interval([1.0, 1.001, 0.999, 1.0, 1.0])
@@ -151,40 +164,12 @@ def test_meters_are_not_mixed():
         }
         row = target_row(reached, "equivalent_plan", "reference", "equivalent", meter=meter_of(reached), **ladder)
         assert (len(row.arm_j), row.energy is None) == (told, not told)
-
-
-def test_of_several_processes_the_median_idle_watts_are_told_limits_of_all_and_what_any_left_out():
     limit = PowerLimit("package-0", 125.0)
     first = replace(MEASURED, limits=(limit,))
     found = races(50.0, meter=first)
     assert meter_of(found) == first
     found[3] = races(50.0, meter=replace(MEASURED, idle_w=30.0, uncounted=("gpu 0",)))[3]
     assert meter_of(found) == replace(MEASURED, uncounted=("gpu 0",))  # 20 W of most
-
-
-def test_joules_of_an_arm_that_failed_allow_no_verdict():
-    found = races(50.0, pairs=6)
-    found[3]["equivalent_plan"] = replace(found[3]["equivalent_plan"], end=End("error", {"error": "no memory"}))
-    row = joules_row(found)
-    assert (row.ratio.n, row.verdict.kind, row.failed) == (5, "no verdict", "equivalent_plan failed in 1 of 6 runs")
-
-
-def test_without_joules_there_is_no_row_and_no_number():
-    found = {0: {"reference": record(), "equivalent_plan": record()}}
-    assert joules_row(found) is None
-    assert meter_of(found).is_absent
-    assert watts(record()) is None
-    assert joules_to(record(), 2.0) is None
-    assert math.isnan(comparison_statistics.step_joules(record(), 10))
-
-
-def test_joules_to_a_moment_are_those_of_the_blocks_before_it():
-    run = metered(record(blocks=[(10, 2.0)] * 3), 50.0)
-    assert [joules_to(run, s) for s in (1.0, 2.0, 5.0)] == [50.0, 100.0, 250.0]
-    assert joules_to(run, math.inf) is None
-    known_in_part = metered(record(blocks=[(10, 2.0)] * 3), 50.0, unknown=(1,))
-    assert joules_to(known_in_part, 5.0) == 250.0  # by the arm's mean power
-    assert joules_to(metered(record(blocks=[(10, 2.0)] * 3), 50.0, unknown=(0, 1)), 5.0) is None
 
 
 def test_energy_to_target_is_of_the_pairs_in_which_both_reached_it():
@@ -236,13 +221,7 @@ def test_joules_of_planning_are_those_of_the_meter_of_the_races(spent, is_told):
     assert of_planning({"equivalent": spent}, MEASURED) == ({"equivalent": spent} if is_told else {})
 
 
-def test_the_name_of_an_estimate_says_that_it_is_one():
-    for kind, said in ((Provenance.MEASURED, "energy"), (Provenance.ESTIMATED, "energy, estimated")):
-        found = SimpleNamespace(meter=MeterFacts(kind, ("a",)), metric="accuracy")
-        assert (measure("energy", found), measure("throughput", found)) == (said, "throughput")
-
-
-def test_a_report_says_what_planning_took():
+def test_a_report_says_what_planning_took_and_what_is_estimated():
     spent = {
         key: Energy(1.0, j, Provenance.MEASURED, ("a",)) for key, j in {"equivalent": 900.0, "tuned": 2000.0}.items()
     }
@@ -251,6 +230,9 @@ def test_a_report_says_what_planning_took():
         "Planning took 900 J for the equivalent plan, 2 kJ for the tuned plan, 900 J for P2 (equivalent plan); "
     )
     assert planning_sentence(SimpleNamespace(planning_energy={})) == ""
+    for kind, said in ((Provenance.MEASURED, "energy"), (Provenance.ESTIMATED, "energy, estimated")):
+        found = SimpleNamespace(meter=MeterFacts(kind, ("a",)), metric="accuracy")
+        assert (measure("energy", found), measure("throughput", found)) == (said, "throughput")
 
 
 def race_meter_of(meter, kind: Provenance = Provenance.ESTIMATED) -> PairedRunMeter:
@@ -321,7 +303,7 @@ def test_blocks_of_a_metered_race_are_a_tenth_above_the_shortest_window(kind, bl
     assert paces == pytest.approx([block_s, 1.0])
 
 
-def test_the_table_says_which_blocks_were_too_short_for_joules():
+def test_blocks_without_joules_are_told():
     run = metered(record(blocks=[(10, 0.9), (10, 1.1), (10, 0.5), (10, 1.2)]), 50.0, unknown=(0, 2, 3))
     assert short_blocks(run) == (1, 3)  # of the first it is not asked, the last lost its meter
     bare = Arm("equivalent_plan", "a plan", "equivalent", "", (), ())
@@ -330,11 +312,10 @@ def test_the_table_says_which_blocks_were_too_short_for_joules():
         table = arm_energy_table(SimpleNamespace(arms=arms))
         assert "too short for the meter, without energy: 1 of 3 of" in (table.note if joules else table.empty)
     assert "too short" not in arm_energy_table(SimpleNamespace(arms=(bare,))).note
-
-
-def test_a_race_without_a_meter_has_blocks_without_joules():
     (found,) = race([PairedArm("reference", ReferenceLoop, 4 * BATCH_SIZE)], task, load_data(), 0, CPU)
     assert {event.detail["energy_j"] for event in found.events} == {None}
+    found = energy_finding(MeterFacts(Provenance.ABSENT, reason="no driver"))
+    assert (found.ok, found.detail) == (False, "not measured: no driver")
 
 
 @pytest.mark.parametrize(
@@ -351,8 +332,3 @@ def test_doctor_says_which_meter_there_is_and_what_its_limit_is(limit, said):
     assert "measured (nvml gpu 0); includes 61.5 W" in found.detail
     assert said in found.detail
     assert "read only" in found.detail
-
-
-def test_doctor_says_why_there_is_none():
-    found = energy_finding(MeterFacts(Provenance.ABSENT, reason="no driver"))
-    assert (found.ok, found.detail) == (False, "not measured: no driver")

@@ -60,15 +60,6 @@ def found() -> TimedGain:
         return measured(plan=Plan.fixed(BATCH_SIZE, 8))
 
 
-def test_each_arm_has_its_phases_and_both_their_laps(found):
-    assert found.reference.has == found.plan.has == ("data", "forward", "backward", "optimizer", "rest")
-    assert len(found.reference.laps) == len(found.plan.laps) == ROUNDS
-    assert all(lap.plain_s > 0 for arm in (found.reference, found.plan) for lap in arm.laps)
-    assert (found.task, found.num_ranks, found.device.kind) == ("tiny", 1, "cpu")
-    assert found.reference.notes == found.plan.notes == (gain_module._ALONE,)
-    assert from_json(TimedGain, to_json(found)) == found
-
-
 def test_batches_are_copied_ahead_as_in_a_race(monkeypatch):
     """On a GPU data that stays on the host arrives while a step runs; the clock of phases is of that path too."""
     sent = []
@@ -82,18 +73,21 @@ def test_batches_are_copied_ahead_as_in_a_race(monkeypatch):
     assert sent == [CPU, CPU]
 
 
-def test_what_phases_save_is_what_the_step_saves_but_for_a_named_remainder(found):
+def test_phases_and_parts_add_up_to_what_the_step_saves(found):
     said = attribute(found)
     total = math.fsum(row.saved.mean for row in (*said.phases, said.unattributed))
     assert total == pytest.approx(said.whole.saved.mean)
     assert said.reference_clock.n == ROUNDS
-
-
-def test_parts_add_up_to_the_forward_and_the_backward(found):
     for lap in found.plan.laps:
         for phase in ("forward", "backward"):
             parts = [each for name, each in lap.parts.items() if name.split()[0] == phase]
             assert math.fsum(parts) == pytest.approx(lap.seconds[phase])
+    assert found.reference.has == found.plan.has == ("data", "forward", "backward", "optimizer", "rest")
+    assert len(found.reference.laps) == len(found.plan.laps) == ROUNDS
+    assert all(lap.plain_s > 0 for arm in (found.reference, found.plan) for lap in arm.laps)
+    assert (found.task, found.num_ranks, found.device.kind) == ("tiny", 1, "cpu")
+    assert found.reference.notes == found.plan.notes == (gain_module._ALONE,)
+    assert from_json(TimedGain, to_json(found)) == found
 
 
 def test_roofs_are_of_a_whole_batch_however_it_is_cut(found):
@@ -107,7 +101,7 @@ def test_roofs_are_of_a_whole_batch_however_it_is_cut(found):
     assert "compute-bound" in bound_seconds(found.plan)
 
 
-def test_what_a_plan_computes_again_is_found_and_has_no_part_in_the_reference():
+def test_what_a_plan_computes_again_is_found_and_what_it_holds_is_less():
     names = find_blocks(small_gpt())
     plan = Plan.fixed(BATCH_SIZE).recomputing("(0) (1) 2", names, "asked for")
     found = measured(GPT_TASK, plan)
@@ -116,6 +110,9 @@ def test_what_a_plan_computes_again_is_found_and_has_no_part_in_the_reference():
     saved = {row.phase: row.saved.mean for row in attribute(found).phases}
     assert saved["recompute"] == pytest.approx(-found.plan.mean_s("recompute"))
     assert found.plan.roofs["backward"].flops > 1.2 * found.reference.roofs["backward"].flops
+    plan = Plan.fixed(BATCH_SIZE).recomputing("(0) (1) 2", find_blocks(small_gpt()), "asked for")
+    kept, again = (step_memory(GPT_TASK, load_data(), CPU, each) for each in (Plan.fixed(BATCH_SIZE), plan))
+    assert again.most_bytes["activations"] < 0.8 * kept.most_bytes["activations"]
 
 
 def test_a_slow_loader_is_found_as_data_in_both_arms():
@@ -144,7 +141,7 @@ def test_a_compiled_plan_has_phases_without_parts_or_roofs(monkeypatch):
     assert "not known" in bound_seconds(found.plan)
 
 
-def test_a_step_of_the_users_own_hides_its_forward():
+def test_what_a_loop_hides_is_named():
     def step(model, optimizer, batch):
         optimizer.zero_grad()
         F.cross_entropy(model(batch[0]), batch[1]).backward()
@@ -155,14 +152,6 @@ def test_a_step_of_the_users_own_hides_its_forward():
     assert any("step function" in note for note in found.reference.notes)
     assert "forward" in found.plan.has
 
-
-def test_what_a_step_of_a_recomputing_plan_holds_is_less():
-    plan = Plan.fixed(BATCH_SIZE).recomputing("(0) (1) 2", find_blocks(small_gpt()), "asked for")
-    kept, again = (step_memory(GPT_TASK, load_data(), CPU, each) for each in (Plan.fixed(BATCH_SIZE), plan))
-    assert again.most_bytes["activations"] < 0.8 * kept.most_bytes["activations"]
-
-
-def test_what_cannot_be_traced_has_no_roof_and_a_reason():
     def looks(model, batch):
         loss = F.cross_entropy(model(batch[0]), batch[1])
         return loss if float(loss.detach()) < 1e9 else loss * 2

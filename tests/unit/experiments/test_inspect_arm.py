@@ -48,13 +48,16 @@ def split(task, device) -> PlanLoop:
     return PlanLoop(task, device, Plan.fixed(BATCH_SIZE, 8))
 
 
-# Phases.
-
-
-def test_a_step_of_the_users_own_hides_its_forward():
-    """Timed with the backward, it must not carry the name of what other arms spend on theirs alone."""
+def test_a_step_of_the_users_own_hides_its_forward_and_counts_as_the_declared_loss_does():
+    # Timed with the backward, it must not carry the name of what other arms spend on theirs alone.
     assert list(facts().phases_s) == ["data", "forward", "backward", "optimizer", "rest"]
     assert list(facts(step=own_step).phases_s) == ["data", "optimizer", "forward, backward and rest"]
+    reference = facts(loss_fn=counting_loss)
+    assert facts(loss_fn=counting_loss, step=own_step).terms_per_sample == pytest.approx(
+        reference.terms_per_sample, abs=0.08
+    )
+    whole, sliced = (facts(make, loss_fn=counting_loss).terms_per_sample for make in (ReferenceLoop, split))
+    assert whole == sliced
 
 
 def test_phases_are_of_a_batch_however_many_a_step_takes(monkeypatch):
@@ -65,25 +68,10 @@ def test_phases_are_of_a_batch_however_many_a_step_takes(monkeypatch):
     assert paper["optimizer"] < reference["optimizer"]
 
 
-# Terms.
-
-
 @pytest.mark.parametrize("make", [ReferenceLoop, split, PaperLoop])
 def test_terms_are_what_the_loss_counted(make):
     """About a quarter of the rows is of the one class."""
     assert facts(make, loss_fn=counting_loss).terms_per_sample == pytest.approx(float(KEPT.float().mean()), abs=0.08)
-
-
-def test_the_terms_of_one_batch_are_those_of_its_slices():
-    whole, sliced = (facts(make, loss_fn=counting_loss).terms_per_sample for make in (ReferenceLoop, split))
-    assert whole == sliced
-
-
-def test_a_step_of_the_users_own_counts_what_the_declared_loss_does():
-    reference = facts(loss_fn=counting_loss)
-    assert facts(loss_fn=counting_loss, step=own_step).terms_per_sample == pytest.approx(
-        reference.terms_per_sample, abs=0.08
-    )
 
 
 @pytest.mark.parametrize("step", [None, lambda model, optimizer, batch: None])

@@ -66,21 +66,6 @@ def test_train_ends_with_an_error_unless_another_policy_is_asked_for(cause):
     assert train_whole(TrainingOptions(TASKS[cause], PLAN, 20, nonfinite="continue"), silent)["steps"] == 20
 
 
-def test_train_checks_parameters_that_no_loss_has_told_of():
-    """The last step has a finite loss, and a gradient that is not."""
-
-    class Root(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layers, self.scale = make_model(), nn.Parameter(torch.zeros(()))
-
-        def forward(self, points):
-            return self.layers(points) + self.scale.square().sqrt()  # whose gradient at zero is NaN
-
-    with pytest.raises(NonFiniteError):
-        train_whole(TrainingOptions(replace(tiny, make_model=Root), PLAN, 1), silent)
-
-
 def races(task, arms) -> comparison_statistics.Races:
     entries = [PairedArm(name, make, BUDGET_SAMPLES) for name, make in arms.items()]
     found = {seed: race(entries, task, task.load_data(), seed, CPU) for seed in range(2)}
@@ -105,23 +90,18 @@ def test_a_race_of_non_finite_arms_has_no_verdict_and_says_why(cause):
     assert comparison_statistics.error_of_run(found[0]["reference"])[:40] in alone.sentence
 
 
-def test_arms_that_are_only_timed_are_checked_too():
+def test_arms_that_are_only_timed_are_checked_too_and_one_that_breaks_leaves_the_others():
     entries = [PairedArm(n, ReferenceLoop, BUDGET_SAMPLES, is_timed_only=True) for n in ("reference", "self")]
     task = TASKS["a NaN in the data"]
     found = race(entries, task, task.load_data(), 0, CPU)
     assert {record.end.reason for record in found} == {"diverged"}
 
-
-def test_one_arm_that_breaks_leaves_the_others():
     def breaks(task, device):
         return ReferenceLoop(TASKS["a model that breaks"], device)
 
     found = races(tiny, {"reference": ReferenceLoop, "equivalent_plan": breaks})
     assert {race["reference"].end.reason for race in found.values()} == {"budget"}
     assert {race["equivalent_plan"].end.reason for race in found.values()} == {"diverged"}
-
-
-def test_an_ablation_of_non_finite_arms_says_why_it_has_no_verdict():
     change = AblatedChange("precision", "precision bf16", "equivalent")
     verdict = ablation_headline([change], [], [], failed={"plan": "the loss is nan"})
     assert (verdict.kind, verdict.code) == ("no verdict", "speed.not_measured")
@@ -144,14 +124,23 @@ def test_a_scaling_table_has_no_row_of_a_plan_that_breaks(monkeypatch):
     assert (refused.recipe, refused.nonfinite) == ("plan", True)
 
 
-def test_a_scaling_job_whose_plain_loop_breaks_is_an_error():
+def test_commands_on_a_loop_that_breaks_are_an_error():
     with pytest.raises(NonFiniteError) as raised:
         bench(TASKS["a NaN in the data"]).arms(None)
     assert raised.value.code == "training.nonfinite"
-
-
-def test_phases_of_a_loop_that_breaks_are_an_error():
     task = TASKS["a model that breaks"]
     with pytest.raises(NonFiniteError) as raised:
         measure_gain(task, task.load_data(), CPU, PLAN, rounds=2)
     assert raised.value.code == "training.nonfinite"
+
+    # The last step has a finite loss, and a gradient that is not.
+    class Root(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers, self.scale = make_model(), nn.Parameter(torch.zeros(()))
+
+        def forward(self, points):
+            return self.layers(points) + self.scale.square().sqrt()  # whose gradient at zero is NaN
+
+    with pytest.raises(NonFiniteError):
+        train_whole(TrainingOptions(replace(tiny, make_model=Root), PLAN, 1), silent)

@@ -35,6 +35,14 @@ from trimtab.training.apply_plan import WINDOWS
 CPU = torch.device("cpu")
 
 
+def alone(clock, values, step_s=0.25, rows=100, *, its=None, every=50, batch=10, **options) -> RunRecord:
+    """Return the record of a lone arm that has these held-out metrics and steps of this many seconds."""
+    its = its or scripted(clock, values, every=every)
+    timed_only = {"is_timed_only": True} if options.pop("timed_only", False) else {}
+    (found,) = run(PairedArm("a", lambda *_: Timed(clock, step_s, rows=batch), rows, **timed_only), its=its, **options)
+    return found
+
+
 class Watched(ReferenceLoop):
     """The reference loop, with what it started from, what it saw and whether it was closed."""
 
@@ -250,35 +258,40 @@ class Numbers(Coordinator):
 
 @pytest.mark.parametrize("value", [torch.tensor(0.5), torch.full((1,), 0.5), numpy.float32(0.5)])
 def test_a_race_whose_metric_is_a_tensor_is_recorded(clock, tmp_path, value):
-    (found,) = run(PairedArm("a", lambda *_: Timed(clock, 0.25), 50), its=scripted(clock, [value]), together=Numbers())
-    write_record(tmp_path / "a.jsonl", found)
+    write_record(tmp_path / "a.jsonl", alone(clock, [value], rows=50, together=Numbers()))
     (evaluation,) = read_record(tmp_path / "a.jsonl").evaluations
     assert evaluation.metrics == {task.metric.name: 0.5}
 
 
-def test_evaluation_is_off_the_clock(clock):
-    its = scripted(clock, [0.1, 0.2])
-    (found,) = run(PairedArm("a", lambda *_: Timed(clock, 0.25), 100), its=its)
+def blocks_of(found: RunRecord) -> list[tuple[int, float]]:
+    return [(event.detail["rows"], event.detail["seconds"]) for event in found.events]
+
+
+def test_blocks_and_evaluations_are_on_clocks_of_their_own(clock, monkeypatch):
+    """A block lasts a second or until the next evaluation, and has a few steps however long they are."""
+    found = alone(clock, [0.1, 0.2])
     assert [(e.samples, e.train_s) for e in found.evaluations] == [(50, 1.25), (100, 2.5)]
     assert found.end.detail == {"rows": 100, "train_s": 2.5}
     assert clock.now == 2002.5
-
-
-def test_an_arm_that_is_only_timed_takes_a_step_before_the_clock_starts_and_keeps_no_evaluation(clock):
-    its = scripted(clock, [0.1])
-    (found,) = run(PairedArm("a", lambda *_: Timed(clock, 0.25), 80, is_timed_only=True), its=its)
-    assert found.end.detail == {"rows": 80, "train_s": 2.0}
-    assert found.evaluations == ()
-    assert clock.now == 1002.25  # evaluated where the others are, at 50 rows
+    assert blocks_of(found) == [(40, 1.0), (10, 0.25), (40, 1.0), (10, 0.25)]
+    assert [event.detail["cpu_s"] for event in found.events] == [2.0, 0.5, 2.0, 0.5]  # no evaluation in it
+    monkeypatch.setattr(race_module, "_BLOCK_STEPS", 8)
+    found = alone(clock, [0.1] * 3, 2.0, 200, every=100)
+    assert blocks_of(found) == [(80, 16.0), (20, 4.0), (80, 16.0), (20, 4.0)]
 
 
 def test_an_arm_that_is_only_timed_settles_before_the_clock_starts(clock):
-    """A compiled one runs a dozen of its first windows as it was: they would be a large part of a few dozen."""
+    """It takes a step, or what a compiled model runs unchanged: that would be a large part of a few dozen steps."""
 
     class Settling(Timed):
         settling_steps = 45
 
-    (found,) = run(PairedArm("a", lambda *_: Settling(clock, 0.25), 80, is_timed_only=True), its=scripted(clock, [0.1]))
+    found = alone(clock, [0.1], rows=80, timed_only=True)
+    assert (found.end.detail, found.evaluations) == ({"rows": 80, "train_s": 2.0}, ())
+    assert clock.now == 1002.25  # evaluated where the others are, at 50 rows
+    clock.now = 0.0
+    entry = PairedArm("a", lambda *_: Settling(clock, 0.25), 80, is_timed_only=True)
+    (found,) = run(entry, its=scripted(clock, [0.1]))
     assert found.end.detail == {"rows": 80, "train_s": 2.0}
     assert clock.now == 1002.0 + 45 * 0.25
 
@@ -289,13 +302,6 @@ def test_a_plan_settles_once_its_compiled_model_was_checked():
         loop = PlanLoop(its, CPU, replace(plan, compiled=replace(plan.compiled, value=compiled)))
         assert settling_steps(loop) == steps
         loop.close()
-
-
-def test_a_block_lasts_a_second_or_until_the_next_evaluation(clock):
-    its = scripted(clock, [0.1, 0.2])
-    (found,) = run(PairedArm("a", lambda *_: Timed(clock, 0.25), 100), its=its)
-    blocks = [(event.detail["rows"], event.detail["seconds"]) for event in found.events]
-    assert blocks == [(40, 1.0), (10, 0.25), (40, 1.0), (10, 0.25)]
 
 
 def orders(names: str, laps: int, seed: int = 0) -> str:
@@ -318,6 +324,7 @@ def test_arms_run_in_an_order_that_changes_with_the_lap_and_the_seed(clock):
     run(*entries, its=its, seed=1)
     assert "".join(order) == orders("abc", 4, 1)
     assert order[:3] == ["b", "c", "a"]
+    assert orders("a", 3) == "aaa"
 
 
 @pytest.mark.parametrize("count", range(2, 9))
@@ -346,24 +353,6 @@ def test_a_few_laps_of_several_seeds_are_balanced_too(count):
     assert min(follows.values()) > 0.7 * middle
 
 
-def test_an_arm_that_is_left_alone_follows_itself():
-    assert orders("a", 3) == "aaa"
-
-
-def test_processor_time_is_noted_beside_the_wall_clock(clock):
-    its = scripted(clock, [0.1, 0.2])
-    (found,) = run(PairedArm("a", lambda *_: Timed(clock, 0.25), 100), its=its)
-    assert [event.detail["cpu_s"] for event in found.events] == [2.0, 0.5, 2.0, 0.5]  # no evaluation in it
-
-
-def test_a_block_has_a_few_steps_however_long_they_are(clock, monkeypatch):
-    monkeypatch.setattr(race_module, "_BLOCK_STEPS", 8)
-    its = scripted(clock, [0.1] * 3, every=100)
-    (found,) = run(PairedArm("a", lambda *_: Timed(clock, 2.0), 200), its=its)
-    blocks = [(event.detail["rows"], event.detail["seconds"]) for event in found.events]
-    assert blocks == [(80, 16.0), (20, 4.0), (80, 16.0), (20, 4.0)]
-
-
 class Breaks(Watched):
     """Raises in its third step."""
 
@@ -382,8 +371,6 @@ def test_an_arm_that_raises_leaves_and_the_others_go_on():
     assert reference.evaluations[-1].metrics == last.evaluations[-1].metrics
     assert [loop.closed for loop in Watched.made] == [1, 1, 1]
 
-
-def test_an_arm_that_cannot_be_built_leaves_too():
     def refuse(task, device):
         raise ValueError("no such recipe")
 
@@ -399,50 +386,30 @@ def test_without_the_first_arm_there_is_no_race():
 
 
 def test_a_shorter_arm_stops_and_the_others_go_on(clock):
-    its = scripted(clock, [0.1] * 9)
-    short, long = run(
-        PairedArm("short", lambda *_: Timed(clock, 0.5), 30),
-        PairedArm("long", lambda *_: Timed(clock, 0.5), 100),
-        its=its,
-    )
+    def raced(lengths: dict[str, tuple[float, int]], **options) -> list[RunRecord]:
+        entries = (PairedArm(name, lambda *_, s=s: Timed(clock, s), rows) for name, (s, rows) in lengths.items())
+        return run(*entries, its=scripted(clock, [0.1] * 19), **options)
+
+    short, long = raced({"short": (0.5, 30), "long": (0.5, 100)})
     assert (short.end.reason, short.end.detail["rows"]) == ("budget", 30)
     assert [e.samples for e in short.evaluations] == [30]  # its last rows are evaluated whatever is due
     assert long.end.detail["rows"] == 100
-
-
-def test_an_arm_is_censored_at_the_cap(clock):
-    its = scripted(clock, [0.1] * 9)
-    slow, fast = run(
-        PairedArm("slow", lambda *_: Timed(clock, 1.5), 100), PairedArm("fast", lambda *_: Timed(clock, 0.1), 100),
-        its=its, cap_s=3.0,
-    )  # fmt: skip
+    slow, fast = raced({"slow": (1.5, 100), "fast": (0.1, 100)}, cap_s=3.0)
     assert (slow.end.reason, slow.end.detail) == ("cap", {"rows": 20, "train_s": 3.0})
     assert fast.end.reason == "budget"
-
-
-def test_the_reference_may_train_for_longer_than_the_others(clock):
-    its = scripted(clock, [0.1] * 19)
-    entries = [PairedArm(name, lambda *_: Timed(clock, 1.5), 100) for name in ("reference", "other")]
-    first, other = run(*entries, its=its, cap_s=3.0, reference_cap_s=6.0)
+    first, other = raced({"reference": (1.5, 100), "other": (1.5, 100)}, cap_s=3.0, reference_cap_s=6.0)
     assert (first.end.reason, first.end.detail) == ("cap", {"rows": 40, "train_s": 6.0})
     assert (other.end.reason, other.end.detail) == ("cap", {"rows": 20, "train_s": 3.0})
-
-
-def test_an_arm_runs_on_past_the_hardest_target(clock):
-    """What it ends with is compared: it may not stop where it looks best."""
-    its = scripted(clock, [0.2, 0.7, 0.5, 0.8, 0.9, 0.9, 0.9], targets=(0.3, 0.6))
-    (found,) = run(PairedArm("a", lambda *_: Timed(clock, 0.1), 350), its=its)
-    assert (found.end.reason, found.end.detail["rows"]) == ("budget", 350)
+    # An arm with longer steps is evaluated when it is past due.
+    assert [e.samples for e in alone(clock, [0.1] * 9, 0.1, 200, batch=40).evaluations] == [80, 120, 160, 200]
 
 
 def test_a_share_above_one_is_refused_with_the_way_out(clock):
-    its = scripted(clock, [93.0] * 9)
     with raises(ValueGivenError, code="value.invalid", field="metric accuracy"):
-        run(PairedArm("a", lambda *_: Timed(clock, 0.1), 100), its=its)
+        alone(clock, [93.0] * 9)
     its = scripted(clock, [93.0] * 9)
     its = replace(its, metric=replace(its.metric, unit="percent"))
-    (found,) = run(PairedArm("a", lambda *_: Timed(clock, 0.1), 100), its=its)
-    assert found.evaluations[0].metrics == {"accuracy": 93.0}
+    assert alone(clock, [], its=its).evaluations[0].metrics == {"accuracy": 93.0}
 
 
 @pytest.mark.skipif(not process_state.can_retain(), reason="needs glibc")
@@ -474,26 +441,25 @@ def test_every_arm_that_retains_memory_does_in_each_of_its_steps():
     assert process_state.allocator_mode() == "keep"
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_a_diverged_arm_is_stopped(clock, value):
-    its = scripted(clock, [0.1, value, 0.1])
-    (found,) = run(PairedArm("a", lambda *_: Timed(clock, 0.1), 150), its=its)
-    assert (found.end.reason, found.end.detail["rows"]) == ("diverged", 100)
-
-
-@pytest.mark.parametrize(("rows", "cap_s"), [(100, math.inf), (500, 1.0)])
-def test_an_arm_that_diverges_where_it_was_to_end_has_failed_all_the_same(clock, rows, cap_s):
-    """At its budget, and at the cap: what it computed in that time is no gain."""
-    its = scripted(clock, [0.1, math.nan])
-    (found,) = run(PairedArm("a", lambda *_: Timed(clock, 0.1), rows), its=its, cap_s=cap_s)
-    assert [e.samples for e in found.evaluations] == [50, 100]
-    assert (found.end.reason, error_of_run(found)) == ("diverged", "its held-out metric was not finite")
-
-
-def test_an_arm_with_longer_steps_is_evaluated_when_it_is_past_due(clock):
-    its = scripted(clock, [0.1] * 9)
-    (found,) = run(PairedArm("a", lambda *_: Timed(clock, 0.1, rows=40), 200), its=its)
-    assert [e.samples for e in found.evaluations] == [80, 120, 160, 200]
+@pytest.mark.parametrize(
+    ("values", "rows", "cap_s", "reason", "samples"),
+    [
+        ([0.1, math.nan, 0.1], 150, math.inf, "diverged", [50, 100]),
+        ([0.1, math.inf, 0.1], 150, math.inf, "diverged", [50, 100]),
+        # At its budget, and at the cap: what it computed in that time is no gain.
+        ([0.1, math.nan], 100, math.inf, "diverged", [50, 100]),
+        ([0.1, math.nan], 500, 1.0, "diverged", [50, 100]),
+        # It may not stop where it looks best: what it ends with is compared.
+        ([0.2, 0.7, 0.5, 0.8, 0.9, 0.9, 0.9], 350, math.inf, "budget", [50, 100, 150, 200, 250, 300, 350]),
+    ],
+)
+def test_an_arm_ends_at_its_budget_or_where_it_diverges(clock, values, rows, cap_s, reason, samples):
+    its = scripted(clock, values, targets=(0.3, 0.6))
+    found = alone(clock, values, 0.1, rows, its=its, cap_s=cap_s)
+    assert [e.samples for e in found.evaluations] == samples
+    assert (found.end.reason, found.end.detail["rows"]) == (reason, samples[-1])
+    if reason == "diverged":
+        assert error_of_run(found) == "its held-out metric was not finite"
 
 
 def test_the_record_holds_all_and_survives_its_file(tmp_path):
@@ -511,7 +477,7 @@ def test_the_record_holds_all_and_survives_its_file(tmp_path):
     assert read_record(tmp_path / "reference.jsonl") == found
 
 
-def test_progress_tells_where_every_arm_stands():
+def test_progress_and_environment_are_those_of_all_arms():
     told: list[tuple[str, float | None]] = []
     arms = PairedArm("reference", Watched, BUDGET_SAMPLES), PairedArm("equivalent_plan", Watched, BUDGET_SAMPLES)
     run(*arms, progress=lambda text, share=None: told.append((text, share)))
@@ -520,9 +486,6 @@ def test_progress_tells_where_every_arm_stands():
     assert f"equivalent_plan {BUDGET_SAMPLES} rows" in line
     assert share == 1.0
     assert [share for _, share in told] == sorted(share for _, share in told)
-
-
-def test_races_of_several_states_of_the_sources_are_told_of_all():
     races = {
         seed: {"self": RunRecord(Header("self", seed, environment={"cpu": "a", "sources": state}))}
         for seed, state in enumerate(("abc", "def", "abc"))

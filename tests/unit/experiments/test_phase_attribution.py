@@ -55,10 +55,7 @@ def test_what_was_planted_is_found():
         {"forward Linear": 0.375, "forward": 0.125}
     )
     assert speedup(gain()).mean == pytest.approx(3.6 / 2.4)
-
-
-def test_the_clocks_own_cost_is_the_remainder_and_is_named():
-    """It makes the plan's step 10% longer, and the reference's not: what phases save is too little by that."""
+    # It makes the plan's step 10% longer, and the reference's not: what phases save is too little by that.
     found = attribute(gain(clocks=(1.0, 1.1)))
     assert found.plan_clock.mean == pytest.approx(1.1)
     assert found.reference_clock.mean == pytest.approx(1.0)
@@ -91,10 +88,21 @@ def test_phases_and_remainder_always_add_up_to_the_whole(laps):
         assert math.fsum(bounds.values()) == pytest.approx(math.fsum(map(arm.mean_s, arm.has)))
 
 
-def test_of_a_saving_that_may_be_none_nobody_has_a_share():
+def test_without_a_clear_saving_nothing_has_a_share():
     same = gain()
     noisy = replace(same, plan=ArmPhases(tuple(lap(PLAIN, factor=each) for each in (0.9, 1.0, 1.1, 0.95, 1.05))))
     assert all(row.share is None for row in (*attribute(noisy).phases, attribute(noisy).whole))
+    noisy = ArmPhases(tuple(lap(PLAIN, factor=each) for each in (0.9, 1.0, 1.1, 0.95, 1.05)))
+    assert shares(replace(gain(), plan=noisy)) == ()
+    assert shares(gain(wobble=(1.0,))) == ()
+    made = gain()
+    assert shares(replace(made, reference=made.plan, plan=made.reference)) == (), "a plan that is slower saves nothing"
+    few = gain(wobble=(1.0, 1.01, 0.99, 1.005))
+    assert {row.share for row in attribute(few).phases} == {None}
+    assert shares(few) == ()
+    found = attribute(gain(wobble=(1.0,)))
+    assert found.whole.saved.low == -math.inf
+    assert found.whole.share is None
 
 
 def test_shares_of_phases_are_what_was_planted_and_have_intervals():
@@ -123,39 +131,19 @@ def test_shares_of_bounds_follow_the_roofs():
     assert found["memory-bound"] == pytest.approx((0.25 * 0.5 + 0.5 * (2.0 - 1.6) + 0.3) / 1.2)
     assert found["compute-bound"] == pytest.approx((0.75 * 0.5 + 0.5 * (2.0 - 1.6)) / 1.2)
     assert found["waiting for data"] == pytest.approx(0.0)
-
-
-def test_where_nothing_is_clear_nothing_has_a_share():
-    noisy = ArmPhases(tuple(lap(PLAIN, factor=each) for each in (0.9, 1.0, 1.1, 0.95, 1.05)))
-    assert shares(replace(gain(), plan=noisy)) == ()
-    assert shares(gain(wobble=(1.0,))) == ()
-    made = gain()
-    assert shares(replace(made, reference=made.plan, plan=made.reference)) == (), "a plan that is slower saves nothing"
-
-
-def test_no_bound_has_a_share_where_of_one_loop_it_is_not_known():
-    """As of a plan that compiles: its seconds are not those of no bound."""
-    roofs = {
-        "forward": RooflineBound(0.3, 0.1, 0, 0),
-        "backward": RooflineBound(0.1, 0.1, 0, 0),
-        "optimizer": RooflineBound(0.0, 0.05, 0, 0),
-    }
+    # As of a plan that compiles: its seconds are not those of no bound.
     made = gain()
     found = shares(replace(made, reference=replace(made.reference, roofs=roofs)))
     assert {each.of for each in found} == {phase for phase in PHASES if phase != "communication"}
 
 
 def test_what_one_arm_does_not_tell_apart_is_told_of_neither():
-    """As of a plan that is compiled: of the classes of its modules nothing was measured, which is no 0 s."""
+    # As of a plan that is compiled: of the classes of its modules nothing was measured, which is no 0 s.
     made = gain()
     laps = tuple(replace(each, parts={"forward": each.seconds["forward"]}) for each in made.plan.laps)
     assert attribute(replace(made, plan=replace(made.plan, laps=laps))).parts == ()
     both = replace(made, reference=replace(made.plan, laps=laps), plan=replace(made.plan, laps=laps))
     assert [row.phase for row in attribute(both).parts] == ["forward"]
-
-
-def test_a_forward_that_one_arm_hides_is_in_the_rest_of_both():
-    made = gain()
     told = ("data", "optimizer")
     hidden = tuple(
         replace(each, parts={}, seconds={name: each.seconds[name] for name in told} | {"rest": _rest(each, told)})
@@ -176,42 +164,21 @@ def _rest(one: TimedRound, told: tuple[str, ...]) -> float:
     return math.fsum(seconds for name, seconds in one.seconds.items() if name not in told)
 
 
-def test_of_fewer_than_five_laps_nothing_has_a_share():
-    few = gain(wobble=(1.0, 1.01, 0.99, 1.005))
-    assert {row.share for row in attribute(few).phases} == {None}
-    assert shares(few) == ()
-
-
-def test_one_lap_has_no_interval_and_no_shares():
-    found = attribute(gain(wobble=(1.0,)))
-    assert found.whole.saved.low == -math.inf
-    assert found.whole.share is None
-
-
-# What bounds it.
-
-
 def test_an_operator_is_bound_by_what_takes_longer():
-    """By hand, at 100 FLOP/s and 10 bytes/s: 50 FLOP take 0.5 s, 20 bytes 2 s; in bf16 800 FLOP take 2 s."""
+    # By hand, at 100 FLOP/s and 10 bytes/s: 50 FLOP take 0.5 s, 20 bytes 2 s; in bf16 800 FLOP take 2 s.
     found = roof_of([("fp32", 50.0, 20.0), ("bf16", 800.0, 10.0), ("fp32", 0.0, 5.0)], DEVICE, "fp32")
     assert found == RooflineBound(compute_s=2.0, memory_s=2.5, flops=850.0, moved_bytes=35.0)
     assert found.times(2.0).seconds == 9.0
-
-
-def test_tf32_products_have_its_peak():
     device = replace(DEVICE, peak_flops={"fp32": 100.0, "tf32": 800.0})
     products = [("fp32", 1600.0, 1.0)]
     assert roof_of(products, device, "tf32").compute_s == 2.0
     assert roof_of(products, device, "fp32").compute_s == 16.0
+    assert roof_of([("fp32", 0.0, 20.0)], replace(DEVICE, peak_flops={}), "fp32").memory_s == 2.0
 
 
 @pytest.mark.parametrize("unknown", [{"peak_flops": {}}, {"bandwidth_bytes_s": None}])
 def test_without_a_peak_there_is_no_roof(unknown):
     assert roof_of([("fp32", 50.0, 20.0)], replace(DEVICE, **unknown), "fp32") is None
-
-
-def test_what_only_moves_needs_no_peak():
-    assert roof_of([("fp32", 0.0, 20.0)], replace(DEVICE, peak_flops={}), "fp32").memory_s == 2.0
 
 
 def test_seconds_are_split_as_their_roof_and_what_waits_is_apart():
@@ -232,22 +199,11 @@ def test_seconds_are_split_as_their_roof_and_what_waits_is_apart():
         }
     )
     assert of_the_roof(arm) == pytest.approx({"forward": 0.8, "backward": 0.2 / 1.6, "optimizer": 0.5})
-
-
-def test_without_a_roof_what_bounds_a_phase_is_not_known():
     found = bound_seconds(ArmPhases((lap(PLAIN),)))
     assert found == pytest.approx({"waiting for data": 0.1, "the loop itself": 0.1, "not known": 3.4})
 
 
-# The value.
-
-
-def test_a_gain_comes_back_from_its_file():
-    found = gain()
-    assert from_json(TimedGain, to_json(found)) == found
-
-
-def test_laps_come_in_pairs():
+def test_a_gain_has_laps_in_pairs_and_comes_back_from_its_file():
     found = gain()
     with raises(FormatError, code="format.invalid", field="gain"):
         replace(found, plan=ArmPhases(found.plan.laps[:2]))
@@ -255,6 +211,7 @@ def test_laps_come_in_pairs():
         replace(found, reference=ArmPhases(()), plan=ArmPhases(()))
     with raises(FormatError, code="format.invalid", field="gain.schema"):
         replace(found, schema=0)
+    assert from_json(TimedGain, to_json(found)) == found
 
 
 @pytest.mark.parametrize(("clocks", "distorted"), [((1.0, 1.2), False), ((1.0, 1.3), True), ((1.3, 1.0), True)])

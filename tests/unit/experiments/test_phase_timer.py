@@ -87,7 +87,7 @@ def test_phases_add_up_to_the_step(make):
     assert math.fsum(seconds.values()) == pytest.approx(whole_s, rel=0.01, abs=2e-3)
 
 
-def test_nothing_stays_on_what_was_clocked():
+def test_the_clock_changes_no_number_and_nothing_stays_on_what_was_clocked():
     model, batch = gpt()
     loop = Loop(model, batch)
     loop.clocked()
@@ -96,9 +96,6 @@ def test_nothing_stays_on_what_was_clocked():
     before = loop.clock.seconds()
     loop.step()
     assert loop.clock.seconds() == before
-
-
-def test_the_clock_changes_no_number():
     losses = []
     for is_clocked in (False, True):
         loop = Loop(*gpt())
@@ -108,14 +105,11 @@ def test_the_clock_changes_no_number():
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(*losses, strict=True))
 
 
-def test_a_forward_and_backward_are_told_apart_by_class_of_module():
+def test_forward_and_backward_are_told_apart_by_class_of_module():
     for make, expected in ((gpt, {"Attention", "Linear", "LayerNorm", "Embedding"}), (cnn, {"Conv2d", "BatchNorm2d"})):
         seconds, _ = Loop(*make()).clocked()
         for phase in ("forward", "backward"):
             assert expected <= {part for name, part in seconds if name == phase}
-
-
-def test_what_is_handed_on_as_it_was_has_no_backward():
     model = nn.Sequential(nn.Linear(4, 4), nn.Identity(), nn.Tanh(), nn.Linear(4, 1))
     seconds, _ = Loop(model, torch.randn(8, 4), lambda m, x: m(x).mean()).clocked()
     assert ("forward", "Identity") in seconds
@@ -188,9 +182,6 @@ def test_a_slow_loader_is_found_as_data(monkeypatch):
     assert {label: each for label, each in seconds.items() if each} == {("data", ""): pytest.approx(0.25 * STEPS)}
 
 
-# What is run again.
-
-
 def slow_stack(clock):
     return nn.Sequential(*(Slow(lambda name: clock.waits(name, "forward", 0.5)) for _ in range(3)))
 
@@ -244,9 +235,6 @@ def test_a_forward_that_raises_leaves_the_clock_in_order():
     assert all(not m._forward_hooks for m in model.modules())
 
 
-# Ranks and devices.
-
-
 def test_what_a_reduction_waits_for_after_the_backward_is_communication(monkeypatch):
     """As DDP does it: a callback of its own, queued amid the backward, waits for what was sent."""
     clock = Time(monkeypatch)
@@ -295,19 +283,13 @@ def test_on_cuda_events_are_read_once_they_have_passed(monkeypatch):
     assert math.fsum(seconds.values()) == pytest.approx(0.01 * (count - 1))
 
 
-# What there is to do.
-
-
-def test_parts_are_blocks_their_members_and_what_lies_outside():
+def test_parts_and_work_are_what_the_shapes_say():
     model, _ = gpt()
     kinds = Counter(type(part).__name__ for part in find_parts(model))
     assert kinds["Block"] == kinds["Attention"] == 3
     assert (kinds["Linear"], kinds["LayerNorm"], kinds["Embedding"], kinds["LossHead"]) == (6, 7, 2, 1)
     assert not {"ModuleList", "GPT"} & set(kinds)
-
-
-def test_work_by_phase_is_what_the_shapes_say():
-    """Of a linear layer of 4 to 3 on 8 rows: 2*8*4*3 FLOP forward, as many for its weight's gradient."""
+    # Of a linear layer of 4 to 3 on 8 rows: 2*8*4*3 FLOP forward, as many for its weight's gradient.
     model = nn.Linear(4, 3, bias=False)
     work = trace_work(model, torch.optim.SGD(model.parameters()), lambda m, x: m(x).sum(), torch.randn(8, 4))
     flops = {phase: sum(each[1] for each in seen) for phase, seen in work.items()}

@@ -53,12 +53,6 @@ def test_a_batch_that_is_freed_trains_on_nothing_and_takes_what_its_base_took():
     assert found.energy["tuned"] == found.energy["equivalent"]
 
 
-def test_without_a_meter_they_are_absent_with_the_reason():
-    (spent,) = planned(None, adapt=()).energy.values()
-    assert (spent.provenance, spent.joules) == (Provenance.ABSENT, None)
-    assert spent.reason
-
-
 def test_a_meter_that_trials_read_too_tells_both_what_it_lost():
     meter = Steady()
     counter = PlanningMeter(CPU, Metering(meter=meter))
@@ -95,13 +89,7 @@ def test_what_planning_reads_is_told_what_its_trials_lost(monkeypatch):
     assert (spent.joules, spent.reason) == (None, "unplugged")
 
 
-def test_watts_that_are_given_are_no_meter_to_be_read_by_two():
-    """Trials know them as such, and run no second to read them."""
-    given = GivenWatts(50)
-    assert PlanningMeter(CPU, Metering(meter=given)).metering.meter is given
-
-
-def test_it_is_read_while_planning_goes_on():
+def test_a_meter_is_read_while_planning_goes_on_and_watts_that_are_given_by_nobody():
     meter = Steady()
     counter, said = PlanningMeter(CPU, Metering(meter=meter)), []
 
@@ -113,3 +101,9 @@ def test_it_is_read_while_planning_goes_on():
 
     counter.counted(planning)
     assert said == ["trial 3"]
+    # Trials know them as such, and run no second to read them.
+    given = GivenWatts(50)
+    assert PlanningMeter(CPU, Metering(meter=given)).metering.meter is given
+    (spent,) = planned(None, adapt=()).energy.values()
+    assert (spent.provenance, spent.joules) == (Provenance.ABSENT, None)
+    assert spent.reason

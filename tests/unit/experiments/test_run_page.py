@@ -41,19 +41,10 @@ def test_the_page_shows_course_and_events():
     assert page.count("<svg") == 3
     for text in ("a run: stopped at its target", "12 steps with 144 samples", "0 skipped", "k* = 2.3", "trace 640.1"):
         assert text in page, text
-
-
-def test_of_an_arm_of_a_race_laps_are_told():
     page = run_page(race_records.record(blocks=[(10, 1.0), (20, 2.5)], name="equivalent_plan"))
     assert "2 blocks with 30 samples in 3.5 s, 0 skipped" in page
-
-
-def test_each_cell_of_a_narrow_page_has_the_name_of_its_column():
     page = run_page(RunRecord(Header("a run"), steps(1), (), (Event("k", 1, {"to": 2}),), End("closed")))
     assert re.findall(r'<td[^>]*data-label="([^"]*)"', page) == ["after step", "event", "details"]
-
-
-def test_void_windows_and_a_torn_record_are_said():
     record = RunRecord(Header("a run"), steps(9, applied=lambda i: i % 3 > 0))
     page = run_page(record)
     assert "3 skipped" in page
@@ -66,13 +57,10 @@ def test_a_run_of_hardly_any_window_has_a_page(n):
     assert "Too few steps for a figure." in run_page(RunRecord(Header("short"), steps(n), (), (), End("closed")))
 
 
-def test_a_long_run_keeps_the_page_small_and_no_number_is_left_out_of_it():
+def test_the_page_is_small_and_names_are_escaped():
     record = RunRecord(Header("long"), steps(50_000, noise=lambda i: math.inf if i % 2 else 3.0))
     page = run_page(record)
     assert len(page.encode()) < 500_000
-
-
-def test_names_are_escaped_and_nothing_can_run():
     evil = "<script>alert(1)</script>"
     record = RunRecord(Header(evil), steps(5), (), (Event(evil, 2, {evil: evil}),), End("x"))
     page = run_page(record)

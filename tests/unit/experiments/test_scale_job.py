@@ -135,9 +135,6 @@ def test_a_given_plan_runs_on_each_number_of_ranks_with_its_settings():
     assert fit_plan_to_ranks(Plan.fixed(16), 32, 2).zero_stage.value == 0
     with raises(ValueGivenError, code="plan.not_equivalent", field="--plan"):
         refuse_other_maths(Plan.fixed(16, learning_rate_scale=2.0))
-
-
-def test_what_one_process_was_told_to_hold_is_not_what_a_rank_does():
     plan = replace(Plan.fixed(16, num_ranks=2, zero_stage=2), predicted=MeasuredCost(0.1, 1000))
     assert predicted_bytes(plan) == 1000
     assert predicted_bytes(replace(plan, baseline=MeasuredCost(0.1, 1000))) is None

@@ -71,19 +71,16 @@ def test_efficiency_is_of_the_same_round_and_what_is_waited_for_of_the_same_job(
     assert two.samples_per_s.mean == pytest.approx(math.sqrt(150 * 90))
     assert two.window_s == pytest.approx(64 / math.sqrt(150 * 90))
     assert row(summarise("tiny", jobs), 1).efficiency is None
-
-
-def test_a_round_without_one_rank_has_no_efficiency():
     found = row(summarise("tiny", [job(2, 0, 150.0), job(1, 1, 100.0)]), 2)
     assert (found.efficiency, found.pairs, found.waiting) == (None, (), None)
-
-
-def test_strong_scaling_is_held_against_the_same_one_rank():
     jobs = [job(1, 0, 100.0), job(2, 0, 120.0, mode="strong"), job(2, 0, 180.0)]
     found = summarise("tiny", jobs)
     assert row(found, 2, "strong").pairs == pytest.approx((0.6,))
     assert row(found, 2, "weak").pairs == pytest.approx((0.9,))
     assert [each.mode for each in found.rows if each.ranks == 1] == ["weak"]
+    found = row(summarise("tiny", [job(1, 0, 100.0), job(2, 0, 800.0, threads=8)]), 2)
+    assert (found.efficiency, found.pairs) == (None, ())
+    assert "threads of a rank: 1, 8" in scaling.text(summarise("tiny", [job(1, 0, 1.0), job(2, 0, 8.0, threads=8)]))
 
 
 def test_few_rounds_are_shown_one_by_one_and_enough_of_them_with_an_interval():
@@ -95,17 +92,11 @@ def test_few_rounds_are_shown_one_by_one_and_enough_of_them_with_an_interval():
     said = scaling.text(summarise("tiny", many))
     assert "98.0% (96.0 to 100.0)" in said
     assert "without a verdict" not in said
-
-
-def test_an_efficiency_is_of_the_rounds_that_have_one_rank_too():
     jobs = [job(2, n, 200.0 - n) for n in range(5)] + [job(1, n, 100.0) for n in range(3)]
     said = scaling.text(summarise("tiny", jobs))
     line = next(line for line in said.splitlines() if "100.0%, 99.5%, 99.0%" in line)
     assert line.split()[-1] == "3"
     assert "fewer than 5 rounds" in said
-
-
-def test_the_control_says_what_efficiency_can_be_told_from_another():
     jobs = [
         job(ranks, n, 100.0 * ranks, control=100.0 * ranks * (1 + 0.02 * n * (ranks > 1)))
         for n in range(5)
@@ -117,13 +108,7 @@ def test_the_control_says_what_efficiency_can_be_told_from_another():
     assert row(summarise("tiny", jobs[:4]), 2).resolution is None
 
 
-def test_ranks_of_other_threads_are_no_pair():
-    found = row(summarise("tiny", [job(1, 0, 100.0), job(2, 0, 800.0, threads=8)]), 2)
-    assert (found.efficiency, found.pairs) == (None, ())
-    assert "threads of a rank: 1, 8" in scaling.text(summarise("tiny", [job(1, 0, 1.0), job(2, 0, 8.0, threads=8)]))
-
-
-def test_a_freed_batch_has_a_table_of_its_own_and_is_in_no_figure():
+def test_a_plan_has_a_table_of_its_own_with_what_it_did():
     same = [job(ranks, 0, 100.0 * ranks) for ranks in (1, 2)]
     freed = [job(ranks, 0, 100.0 * ranks, recipe="plan_batch") for ranks in (1, 2)]
     found = summarise("tiny", [*same, *freed])
@@ -132,9 +117,6 @@ def test_a_freed_batch_has_a_table_of_its_own_and_is_in_no_figure():
     assert "still changing" in scaling.text(found)
     assert "plan_batch" not in scaling_page(found).partition("</figure>")[0]
     assert set(scaling.tables(summarise("tiny", same))) == {"Equivalent plan"}
-
-
-def test_what_a_plan_did_in_other_rounds_is_said_too():
     jobs = [job(2, n, 100.0, recipe="plan") for n in range(2)]
     jobs[1] = replace(jobs[1], arms=(replace(jobs[1].arms[0], says="bf16"),))
     jobs[0] = replace(jobs[0], arms=(replace(jobs[0].arms[0], says="fp32"),))
@@ -179,14 +161,11 @@ def test_where_no_plan_meets_the_limit_the_row_says_so_and_the_others_stay():
     assert from_json(ScalingJob, to_json(jobs[0])) == jobs[0]
 
 
-def test_ranks_that_share_cores_are_said_to():
+def test_ranks_that_share_cores_have_no_interval_and_are_in_no_figure():
     found = summarise("tiny", [job(1, 0, 100.0), job(4, 0, 120.0)])
     assert row(found, 4).crowded == "cores"
     assert "do not measure scaling" in scaling.text(found)
     assert "do not measure scaling" not in scaling.text(summarise("tiny", [job(2, 0, 120.0)]))
-
-
-def test_ranks_that_share_cores_have_no_interval_and_are_in_no_figure():
     jobs = [job(ranks, n, 100.0 * ranks * (1 - 0.01 * n * (ranks > 1))) for n in range(5) for ranks in (1, 2, 4)]
     found = summarise("tiny", jobs)
     assert (row(found, 2).has_verdict, row(found, 4).has_verdict) == (True, False)
@@ -207,7 +186,7 @@ def test_ranks_that_share_cores_have_no_interval_and_are_in_no_figure():
     assert "separate cores or devices" in scaling_page(summarise("tiny", [each for each in jobs if each.ranks != 2]))
 
 
-def test_without_a_name_for_all_each_rows_link_is_that_of_its_ranks():
+def test_each_rows_link_is_that_of_its_ranks():
     refused = (RefusedRecipe("plan", "weak", 4, "5 MiB over 4 MiB"),)
     jobs = [job(1, 0, 100.0), job(2, 0, 150.0), replace(job(4, 0, 300.0), link=SLOW, refused=refused)]
     found = summarise("tiny", jobs)
@@ -216,6 +195,10 @@ def test_without_a_name_for_all_each_rows_link_is_that_of_its_ranks():
     assert {each["link"] for each in scaling.benchmark_rows(found, "slow")} == {"slow"}
     before = replace(found, linked=())  # as it was written before it had that
     assert {each["link"] for each in scaling.benchmark_rows(before, None)} == {""}
+    (one, two) = scaling.benchmark_rows(summarise("tiny", [job(1, 0, 100.0), job(2, 0, 150.0, 200.0)]), "slow")
+    assert (one["metric"], one["mean"], two["mean"]) == ("scaling_efficiency", None, pytest.approx(0.75))
+    assert (two["link"], two["recipe"], two["plan_kind"], two["effective_batch"]) == ("slow", "baseline", "", 64.0)
+    assert two["low"] is two["high"] is None
 
 
 def test_under_a_launcher_rows_of_other_jobs_keep_their_own_link(tmp_path, monkeypatch):
@@ -230,21 +213,11 @@ def test_under_a_launcher_rows_of_other_jobs_keep_their_own_link(tmp_path, monke
     assert links == {1: "", 2: LINK.name, 4: SLOW.name}
 
 
-def test_rows_are_flat_and_name_link_and_tier():
-    (one, two) = scaling.benchmark_rows(summarise("tiny", [job(1, 0, 100.0), job(2, 0, 150.0, 200.0)]), "slow")
-    assert (one["metric"], one["mean"], two["mean"]) == ("scaling_efficiency", None, pytest.approx(0.75))
-    assert (two["link"], two["recipe"], two["plan_kind"], two["effective_batch"]) == ("slow", "baseline", "", 64.0)
-    assert two["low"] is two["high"] is None
-
-
-def test_a_job_is_read_back_as_it_was_written():
+def test_a_table_is_of_where_its_jobs_ran_and_not_of_where_it_was_made():
     one = replace(job(2, 3, 150.0, 200.0), environment={"sources": "abc"})
     assert from_json(ScalingJob, to_json(one)) == one
     older = {name: value for name, value in json.loads(to_json(one)).items() if name != "environment"}
     assert from_json(ScalingJob, json.dumps(older)) == replace(one, environment={})
-
-
-def test_a_table_is_of_where_its_jobs_ran_and_not_of_where_it_was_made():
     jobs = [replace(job(2, n, 150.0), environment={"sources": state}) for n, state in enumerate(("abc", "def"))]
     here = {"sources": "zzz"}
     assert summarise("tiny", jobs, here).environment == {"sources": "abc / def"}
@@ -268,9 +241,6 @@ def test_the_page_draws_efficiency_and_escapes_what_comes_from_outside():
     assert "<script" not in page
     assert "95.0% (95.0 to 95.0)" in page
     assert "No figure" in scaling_page(summarise("tiny", [job(2, 0, 100.0)]))
-
-
-def test_each_cell_of_a_narrow_page_has_the_name_of_its_column():
     found = summarise("tiny", [job(2, 0, 100.0), job(2, 1, 100.0, mode="strong")])
     head, *rows = scaling.tables(found)["Equivalent plan"]
     assert re.findall(r'<td[^>]*data-label="([^"]*)"', scaling_page(found)) == [*head] * len(rows)

@@ -43,6 +43,14 @@ def test_a_reader_is_the_meter_that_it_reads():
     assert (one.provenance, one.sources, one.period_s) == (Provenance.MEASURED, ("a counter",), 7.0)
     assert (one.uncounted, readers_of(Partial(), 1)[0].uncounted) == ((), ("the fans",))
     assert [one.joules(), other.joules(), one.joules()] == [10.0, 20.0, 30.0]
+    limit = PowerLimit("gpu 0", 700.0)
+
+    class Limited(Counter):
+        def limits(self):
+            return (limit,)
+
+    assert [reader.limits() for reader in readers_of(Limited(), 2)] == [(limit,)] * 2
+    assert readers_of(GivenWatts(50), 1)[0].limits() == ()
 
 
 @pytest.mark.parametrize("error", [MeterLost("it wrapped"), OSError("no such device")])
@@ -75,14 +83,3 @@ def test_what_a_meter_does_not_count_is_named_in_a_tuple():
     spelt.uncounted = "the fans"  # whose letters would be named one by one
     with raises(ValueGivenError, code="meter.invalid", field="meter"):
         find_meter(torch.device("cpu"), Metering(meter=spelt))
-
-
-def test_limits_are_the_meters():
-    limit = PowerLimit("gpu 0", 700.0)
-
-    class Limited(Counter):
-        def limits(self):
-            return (limit,)
-
-    assert [reader.limits() for reader in readers_of(Limited(), 2)] == [(limit,)] * 2
-    assert readers_of(GivenWatts(50), 1)[0].limits() == ()

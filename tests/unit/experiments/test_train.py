@@ -60,7 +60,7 @@ def test_a_held_out_metric_that_is_called_loss_stands_beside_that_of_training():
     assert found["loss"] > 0.25
 
 
-def test_tokens_per_second_are_those_the_loss_counted():
+def test_the_tokens_of_a_second_are_those_the_loss_counted_else_the_tasks():
     batches = load_data().batches(0, BATCH_SIZE)
     counted = sum(int((next(batches)[1] == 0).sum()) for _ in range(STEPS))
     assert 0 < counted < STEPS * BATCH_SIZE
@@ -114,8 +114,6 @@ def test_a_count_that_is_none_is_refused_as_ever(count):
     with pytest.raises(LossError):
         trained(loss_fn=lambda model, batch: Summed(tiny.loss_fn(model, batch), count))
 
-
-# The plan of a run that was saved on other ranks.
 
 OF_TWO = Plan.fixed(4, num_ranks=2, zero_stage=0)
 

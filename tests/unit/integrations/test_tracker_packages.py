@@ -192,22 +192,13 @@ def test_files_of_the_real_tensorboard_can_be_read(tmp_path):
     assert "event/precision/text_summary" in found.Tags()["tensors"]
 
 
-# What is sent.
-
-
 def test_parameters_are_plan_and_known_environment_and_nothing_else():
     found = parameters(HEADER)
     assert (found["name"], found["seed"], found["environment.torch"]) == ("digits", "3", "2.13")
     assert "secret" not in repr(found)
     assert {key.split(".")[0] for key in found} == {"name", "seed", "plan", "environment"}
     assert parameters(Header("bare")) == {"name": "bare"}
-
-
-def test_all_of_an_environment_of_ours_is_known():
     assert environment().keys() <= set(ENVIRONMENT)
-
-
-def test_long_texts_are_cut():
     text = row(3, Event("resumed", 3, {"why": "x" * 1000})).values["event/resumed"]
     assert (len(text), text[-1]) == (500, "…")
     assert parameters(Header("x" * 500))["name"] == "x" * 500

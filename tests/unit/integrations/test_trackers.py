@@ -146,9 +146,6 @@ def notes(path) -> list[Event]:
     return [each for each in read_record(path).events if each.name == "tracker"]
 
 
-# What goes well.
-
-
 def test_a_run_is_sent_as_it_is_recorded(tmp_path):
     torch.manual_seed(0)
     model = nn.Linear(3, 2)
@@ -174,23 +171,11 @@ def test_a_run_is_sent_as_it_is_recorded(tmp_path):
     assert notes(path) == []
 
 
-def test_lines_come_in_order_with_the_windows_before_them(tmp_path):
+def test_lines_come_in_order_and_the_record_is_the_same_byte_for_byte(tmp_path):
     kept = Keeping()
     write(tmp_path / "r.jsonl", [kept])
     assert [row.step for row in kept.rows] == [0, 1, 2, 3, 3, 4]
     assert kept.rows[3].values == {"event/précision": '{"to": "fp32"}'}
-
-
-def test_what_waited_is_sent_at_once(tmp_path, held):
-    slow = held("begin")
-    with TrackedRecord(tmp_path / "r.jsonl", HEADER, [slow]) as record:
-        for each in range(250):
-            record.write(step(each))
-        slow.let_go.set()
-    assert slow.batches == [100, 100, 50]
-
-
-def test_the_record_is_the_same_byte_for_byte(tmp_path):
     expected = plain(tmp_path / "plain.jsonl")
     write(tmp_path / "none.jsonl", [])
     write(tmp_path / "two.jsonl", [Keeping(), Keeping()])
@@ -198,10 +183,16 @@ def test_the_record_is_the_same_byte_for_byte(tmp_path):
     assert (tmp_path / "two.jsonl").read_bytes() == expected
 
 
-def test_nothing_is_started_without_a_tracker(tmp_path):
+def test_what_waited_is_sent_at_once_and_without_a_tracker_nothing_starts(tmp_path, held):
     with TrackedRecord(tmp_path / "r.jsonl", HEADER, []) as record:
         record.write(step(0))
         assert ours() == []
+    slow = held("begin")
+    with TrackedRecord(tmp_path / "slow.jsonl", HEADER, [slow]) as record:
+        for each in range(250):
+            record.write(step(each))
+        slow.let_go.set()
+    assert slow.batches == [100, 100, 50]
 
 
 def test_a_run_without_an_end_is_cut_off_and_the_last_end_counts(tmp_path):
@@ -209,17 +200,13 @@ def test_a_run_without_an_end_is_cut_off_and_the_last_end_counts(tmp_path):
     write(tmp_path / "cut.jsonl", [cut], LINES[:-1])
     write(tmp_path / "ended.jsonl", [ended], (*LINES, End("completed")))
     assert (cut.ended, ended.ended) == (["cut off"], ["completed"])
-
-
-def test_closing_twice_is_closing_once(tmp_path):
     kept = Keeping()
     record = TrackedRecord(tmp_path / "r.jsonl", HEADER, [kept])
     record.close()
     record.close()
     assert kept.ended == ["cut off"]
-
-
-# Who tracks.
+    assert {name for name in vars(Tracker) if not name.startswith("_")} == {"begin", "log", "end"}
+    assert isinstance(Keeping(), Tracker)
 
 
 @pytest.mark.parametrize(("rank", "num_samples"), [("0", 6), ("1", 0)])
@@ -251,9 +238,6 @@ def test_a_forked_process_does_not_track(tmp_path, monkeypatch):
     record.close()
     assert [row.step for row in kept.rows] == [1]
     assert len(read_record(tmp_path / "r.jsonl").steps) == 2
-
-
-# What goes wrong.
 
 
 def test_a_full_queue_drops_and_counts_and_does_not_block(tmp_path, held):
@@ -367,9 +351,6 @@ def test_a_password_in_an_address_is_not_recorded(tmp_path):
     assert "hunter2" not in path.read_text()
 
 
-# Going on with a run.
-
-
 def test_a_run_that_is_gone_on_with_sends_what_it_adds(tmp_path):
     path, kept = tmp_path / "r.jsonl", Keeping()
     with TrackedRecord(path, HEADER, []) as record:
@@ -401,9 +382,6 @@ def test_a_failure_before_anything_is_written_leaves_an_earlier_record_as_it_is(
     assert kinds == [b"header", b"step", b"event", b"step"]
 
 
-# At the door.
-
-
 @pytest.mark.parametrize(
     ("trackers", "options", "code", "field"),
     [
@@ -422,11 +400,6 @@ def test_what_does_not_fit_is_refused_before_a_file_is_made(tmp_path, trackers, 
         TrackedRecord(tmp_path / "r.jsonl", HEADER, trackers, **options)
     assert not (tmp_path / "r.jsonl").exists()
     assert ours() == []
-
-
-def test_a_tracker_has_three_methods():
-    assert {name for name in vars(Tracker) if not name.startswith("_")} == {"begin", "log", "end"}
-    assert isinstance(Keeping(), Tracker)
 
 
 HANGING = """

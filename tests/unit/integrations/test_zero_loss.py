@@ -26,13 +26,12 @@ def test_its_gradient_is_zero_where_that_of_the_mean_is_no_number():
     loss.backward()
     assert (loss.item(), loss.shape) == (0.0, ())
     assert [int(p.grad.count_nonzero()) for p in model.parameters()] == [0, 0, 0, 0]
-
-
-def test_what_the_mean_does_not_come_from_has_none():
     model, beside = nn.Linear(3, 1), nn.Linear(3, 1)
     model.bias.requires_grad_(False)
     zero_loss(mean_over_nothing(model)).backward()
     assert [p.grad is None for p in (model.weight, model.bias, *beside.parameters())] == [False, True, True, True]
+    with raises(ValueGivenError, code="loss.no_labels", field="loss"):
+        zero_loss(torch.zeros((), requires_grad=True))
 
 
 def test_weights_of_any_kind_and_value_are_of_no_account():
@@ -53,11 +52,6 @@ def test_weights_of_any_kind_and_value_are_of_no_account():
     assert loss.item() == 0.0
     assert [p.grad.dtype for p in model.parameters()] == [torch.bfloat16, torch.float32]
     assert [int(p.grad.count_nonzero()) for p in model.parameters()] == [0, 0]
-
-
-def test_a_mean_that_comes_from_nothing_says_what_to_return_in_its_place():
-    with raises(ValueGivenError, code="loss.no_labels", field="loss"):
-        zero_loss(torch.zeros((), requires_grad=True))
 
 
 @pytest.mark.parametrize(

@@ -102,22 +102,19 @@ def test_a_users_own_step_is_called_with_model_optimizer_and_batch():
     assert torch.equal(batch[0], next(batches(task))[0])
 
 
-def test_a_mean_is_a_mean_and_a_sum_is_divided_by_its_count():
+def test_a_mean_is_a_mean_and_a_batch_is_moved_whole():
     loss = torch.tensor(6.0)
     assert mean_of(loss) is loss
     assert mean_of(Summed(loss, 4)) == 1.5
     assert mean_of((Summed(loss, torch.tensor(3)), {})) == 2.0
+    moved = move((torch.ones(2), torch.zeros(2)), torch.device("meta"))
+    assert [tensor.device.type for tensor in moved] == ["meta", "meta"]
 
 
 @pytest.mark.parametrize(("precision", "dtype"), [("fp32", torch.float32), ("bf16", torch.bfloat16)])
 def test_autocast_is_torchs(precision, dtype):
     with autocast(precision, CPU):
         assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == dtype
-
-
-def test_a_batch_is_moved_whole():
-    moved = move((torch.ones(2), torch.zeros(2)), torch.device("meta"))
-    assert [tensor.device.type for tensor in moved] == ["meta", "meta"]
 
 
 def test_a_recipe_runs_from_the_command_line(monkeypatch, capsys):
@@ -127,9 +124,6 @@ def test_a_recipe_runs_from_the_command_line(monkeypatch, capsys):
     assert [line.split("  ")[0] for line in lines] == [f"step {step}" for step in range(2, 21, 2)]
     assert lines[-1].startswith("step 20  640 rows  ")
     assert float(lines[-1].rpartition("accuracy ")[2]) > float(lines[0].rpartition("accuracy ")[2])
-
-
-def test_a_recipe_of_few_rows_says_where_its_data_is_and_lies(monkeypatch, capsys):
     given = ["command", "reference", f"{TINY_TASK}:task", "--steps", "2", "--rows", "8", "--judged", "1"]
     monkeypatch.setattr(sys, "argv", given)
     command.main()

@@ -78,12 +78,14 @@ def test_a_recipe_in_tf32_trains_in_tf32_and_puts_the_modes_back(precision):
     assert after == before != ("tf32", "tf32")
 
 
-def test_channels_last_is_applied():
+def test_channels_last_is_applied_and_a_task_without_a_strong_recipe_says_so():
     loop = StrongLoop(make_task("resnet"), CPU)
     assert loop.model.stem[0].weight.shape == (16, 1, 3, 3)
     stage = loop.model.stages[0][0].conv1.weight
     assert stage.is_contiguous(memory_format=torch.channels_last)
     assert not stage.is_contiguous()
+    with raises(ValueGivenError, code="value.invalid", field="task.strong"):
+        StrongLoop(make_task(strong=None), CPU)
 
 
 def test_a_plan_made_for_it_keeps_its_schedule_and_clipping():
@@ -95,11 +97,6 @@ def test_a_plan_made_for_it_keeps_its_schedule_and_clipping():
         loop.step(data)
     loop.close()
     assert torch.allclose(weights(loop.model), by_hand(task, 5), atol=1e-6)
-
-
-def test_a_task_without_a_strong_recipe_says_so():
-    with raises(ValueGivenError, code="value.invalid", field="task.strong"):
-        StrongLoop(make_task(strong=None), CPU)
 
 
 @pytest.mark.parametrize("name", BUILT_IN)

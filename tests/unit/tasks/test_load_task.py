@@ -76,12 +76,19 @@ def test_a_built_in_task_is_whole(name):
     assert task.adapted_samples == task.strong.budget_samples  # the adapted plan and the peer have the same horizon
 
 
-def test_the_reference_is_the_papers_baseline():
+def test_targets_and_rates_are_those_of_the_paper():
     task = load_task("digits_resnet")
     (group,) = task.make_optimizer(task.make_model()).param_groups
     assert (group["lr"], group["betas"], group["weight_decay"]) == (1e-4, (0.9, 0.999), 0.01)
     assert group["fused"] is None
     assert group["foreach"] is None
+    its = load_task("source_gpt")
+    assert not its.metric.higher_is_better
+    with raises(ValueGivenError, code="value.invalid", field="task.targets"):
+        replace(its, targets=tuple(reversed(its.targets)))
+    with pytest.raises(ValueGivenError) as raised:
+        load_task("cifar100")
+    assert all(name in str(raised.value) for name in BUILT_IN)
 
 
 @pytest.mark.parametrize(
@@ -95,9 +102,13 @@ def test_a_user_task_is_found(user_folder, name):
     assert sys.path == path_before
 
 
-def test_a_file_is_found_by_its_full_path_from_elsewhere(user_folder, monkeypatch, tmp_path):
+def test_a_file_is_found_from_elsewhere_with_what_it_imports(user_folder, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     assert load_task(f"{user_folder / 'my_tasks.py'}:ten").name == "ten"
+    (user_folder / "package" / "outer.py").write_text("from package.inner import ten")
+    monkeypatch.chdir(tmp_path)
+    assert load_task(f"{user_folder / 'package' / 'outer.py'}:ten").name == "ten"
+    assert str(user_folder) not in sys.path
 
 
 @pytest.mark.parametrize(
@@ -133,12 +144,6 @@ def test_a_bad_name_is_refused(user_folder, name):
     assert str(name) in str(raised.value)
 
 
-def test_an_unknown_name_lists_the_built_in_ones():
-    with pytest.raises(ValueGivenError) as raised:
-        load_task("cifar100")
-    assert all(name in str(raised.value) for name in BUILT_IN)
-
-
 @pytest.mark.parametrize(
     ("name", "said"),
     [
@@ -158,12 +163,9 @@ def test_what_is_there_and_no_task_is_a_format_error(user_folder, name, said):
     assert not {module for module in set(sys.modules) - modules_before if "broken" in module or "syntax" in module}
 
 
-def test_the_users_own_trimtab_error_passes_through(user_folder):
+def test_what_a_user_file_imports_raises_and_defines_is_its_own(user_folder):
     with raises(ValueGivenError, code="value.invalid", field="rows"):
         load_task("refused:ten")
-
-
-def test_a_class_in_a_users_file_can_be_pickled(user_folder):
     (user_folder / "with_class.py").write_text(USER_TASK + "\nclass Row: pass\nten.make_model.row = Row()\n")
     import pickle
 
@@ -181,9 +183,6 @@ def test_importing_tasks_loads_no_optional_package():
     env = os.environ | {"PYTHONPATH": str(source)}
     done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
-
-
-# What a task may hold.
 
 
 @pytest.mark.parametrize(
@@ -206,13 +205,6 @@ def test_a_task_that_cannot_be_is_refused_at_once(changes, field):
         replace(load_task("digits_resnet"), **changes)
 
 
-def test_a_metric_that_should_fall_has_falling_targets():
-    its = load_task("source_gpt")
-    assert not its.metric.higher_is_better
-    with raises(ValueGivenError, code="value.invalid", field="task.targets"):
-        replace(its, targets=tuple(reversed(its.targets)))
-
-
 @pytest.mark.parametrize("name", IN_CHECKOUT)
 def test_a_task_of_the_paper_is_refused_with_the_place_of_its_file(name):
     with raises(ValueGivenError, code="task.in_checkout", field="task") as caught:
@@ -220,10 +212,3 @@ def test_a_task_of_the_paper_is_refused_with_the_place_of_its_file(name):
     assert f"benchmarks/paper/{name}.py:task" in caught.value.hint
     file, _, attribute = caught.value.hint.removesuffix(".").rpartition(" ")[2].partition(":")
     assert load_task(f"{Path(__file__).parents[3] / file}:{attribute}").name == name
-
-
-def test_a_file_in_a_package_may_import_from_its_package(user_folder, monkeypatch, tmp_path):
-    (user_folder / "package" / "outer.py").write_text("from package.inner import ten")
-    monkeypatch.chdir(tmp_path)
-    assert load_task(f"{user_folder / 'package' / 'outer.py'}:ten").name == "ten"
-    assert str(user_folder) not in sys.path

@@ -46,15 +46,12 @@ def tokens():
     return torch.randint(30, (5, 9), generator=torch.Generator().manual_seed(1))
 
 
-def test_sum_over_count_is_the_mean_cross_entropy(gpt, tokens):
+def test_sum_over_count_is_the_mean_cross_entropy_over_labels_that_count(gpt, tokens):
     loss, count, _ = parts_of(next_token_loss(gpt, (tokens,)))
     assert type(count) is int
     assert count == 40
     mean = F.cross_entropy(gpt(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
     torch.testing.assert_close(loss / count, mean)
-
-
-def test_ignored_labels_weigh_nothing(gpt, tokens):
     inputs, labels = tokens[:, :-1], tokens[:, 1:].clone()
     labels[0] = IGNORED
     labels[2, 3:] = IGNORED
@@ -63,9 +60,6 @@ def test_ignored_labels_weigh_nothing(gpt, tokens):
     assert count == 40 - 8 - 5
     mean = F.cross_entropy(gpt(inputs).flatten(0, 1), labels.flatten(), ignore_index=IGNORED)
     torch.testing.assert_close(loss / count, mean)
-
-
-def test_all_labels_ignored_is_zero_over_zero_with_gradients(gpt, tokens):
     loss, count, _ = parts_of(next_token_loss(gpt, (tokens[:, :-1], torch.full((5, 8), IGNORED))))
     loss.backward()
     assert loss == 0
@@ -78,9 +72,6 @@ def test_metrics_weigh_tokens_not_batches(gpt, tokens):
     assert mean_loss(gpt, [(tokens[:4],), (tokens[4:],)]) == pytest.approx(whole)
     assert PERPLEXITY.evaluate(gpt, [(tokens,)]) == pytest.approx(math.exp(whole))
     assert BITS_PER_BYTE.evaluate(gpt, [(tokens,)]) == pytest.approx(whole / math.log(2))
-
-
-def test_perplexity_of_a_diverged_model_is_no_error(gpt, tokens):
     with torch.no_grad():
         gpt.head.weight.mul_(1e6)
     assert PERPLEXITY.evaluate(gpt, [(tokens,)]) == math.inf
@@ -89,13 +80,25 @@ def test_perplexity_of_a_diverged_model_is_no_error(gpt, tokens):
     assert math.isnan(PERPLEXITY.evaluate(gpt, [(tokens,)]))
 
 
-def test_accuracy_counts_images():
+def test_images_are_counted_normalised_and_their_loss_is_a_mean():
     model = nn.Sequential(nn.Flatten(), nn.Linear(2, 2, bias=False))
     with torch.no_grad():
         model[1].weight.copy_(torch.eye(2))
     images = torch.tensor([[2.0, 1], [1, 2], [3, 0]]).view(3, 1, 1, 2)
     batches = [(images[:2], torch.tensor([0, 0])), (images[2:], torch.tensor([0]))]
     assert ACCURACY.evaluate(model, batches) == pytest.approx(2 / 3)
+    model = ResNet(width=2, depths=(1,), in_channels=1).eval()
+    images, labels = torch.randn(6, 1, 4, 4), torch.arange(6)
+    parts = [mean_cross_entropy(model, (images[rows], labels[rows])) for rows in (slice(0, 3), slice(3, 6))]
+    torch.testing.assert_close(mean_cross_entropy(model, (images, labels)), sum(parts) / 2)
+    pixels = torch.tensor([0, 255], dtype=torch.uint8).view(1, 1, 1, 2).expand(1, 3, 1, 2)
+    expected = [
+        [-0.4914 / 0.2470, 0.5086 / 0.2470],
+        [-0.4822 / 0.2435, 0.5178 / 0.2435],
+        [-0.4465 / 0.2616, 0.5535 / 0.2616],
+    ]
+    torch.testing.assert_close(normalise(pixels)[0, :, 0], torch.tensor(expected))
+    assert image_classification.normaliser((0.5,), (0.5,))(pixels[:, :1]).flatten().tolist() == [-1, 1]
 
 
 class Failing(nn.Module):
@@ -121,13 +124,6 @@ def test_evaluation_leaves_no_trace(top_training, fails):
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert torch.is_grad_enabled()
     assert all(parameter.grad is None for parameter in model.parameters())
-
-
-def test_image_loss_is_the_mean_over_rows():
-    model = ResNet(width=2, depths=(1,), in_channels=1).eval()
-    images, labels = torch.randn(6, 1, 4, 4), torch.arange(6)
-    parts = [mean_cross_entropy(model, (images[rows], labels[rows])) for rows in (slice(0, 3), slice(3, 6))]
-    torch.testing.assert_close(mean_cross_entropy(model, (images, labels)), sum(parts) / 2)
 
 
 @given(length=st.integers(10, 400), context=st.integers(1, 9))
@@ -172,17 +168,6 @@ def test_augmentation_draws_from_its_rows_only():
     assert not any(torch.equal(first[0], other[0]) for other in others)
     assert first[0].dtype == torch.float32
     assert torch.equal(first[1], labels)
-
-
-def test_normalised_pixels():
-    pixels = torch.tensor([0, 255], dtype=torch.uint8).view(1, 1, 1, 2).expand(1, 3, 1, 2)
-    expected = [
-        [-0.4914 / 0.2470, 0.5086 / 0.2470],
-        [-0.4822 / 0.2435, 0.5178 / 0.2435],
-        [-0.4465 / 0.2616, 0.5535 / 0.2616],
-    ]
-    torch.testing.assert_close(normalise(pixels)[0, :, 0], torch.tensor(expected))
-    assert image_classification.normaliser((0.5,), (0.5,))(pixels[:, :1]).flatten().tolist() == [-1, 1]
 
 
 @given(rows=st.integers(1, 40), seed=st.integers(0, 2**32), data=st.data())

@@ -85,7 +85,7 @@ def test_gpt_shapes_and_head(tied):
     assert torch.equal(model(tokens), model.head(model.features(tokens)))
 
 
-def test_gpt_sees_no_later_token():
+def test_gpt_sees_no_later_token_and_no_row_longer_than_its_context():
     model = GPT(TINY).eval()
     tokens = torch.randint(50, (1, 16))
     changed = tokens.clone()
@@ -93,6 +93,13 @@ def test_gpt_sees_no_later_token():
     before, after = model(tokens), model(changed)
     torch.testing.assert_close(before[0, :10], after[0, :10])
     assert not torch.allclose(before[0, 10:], after[0, 10:])
+    with raises(ValueGivenError, code="value.invalid", field="tokens"):
+        GPT(TINY)(torch.zeros(1, 17, dtype=torch.long))
+    model = GPT(GPTShape(vocab_size=50, context=16, num_layers=1, num_heads=2, width=8, dropout=0.5))
+    tokens = torch.randint(50, (1, 16))
+    assert not torch.equal(model(tokens), model(tokens))
+    model.eval()
+    assert torch.equal(model(tokens), model(tokens))
 
 
 def test_gpt_starts_as_gpt_2_does():
@@ -110,14 +117,6 @@ def test_gpt_starts_as_gpt_2_does():
     assert loss.item() == pytest.approx(math.log(500), rel=0.02)
 
 
-def test_dropout_acts_in_training_only():
-    model = GPT(GPTShape(vocab_size=50, context=16, num_layers=1, num_heads=2, width=8, dropout=0.5))
-    tokens = torch.randint(50, (1, 16))
-    assert not torch.equal(model(tokens), model(tokens))
-    model.eval()
-    assert torch.equal(model(tokens), model(tokens))
-
-
 @pytest.mark.parametrize(
     "options",
     [{"width": 9}, {"num_heads": 3}, {"num_layers": 0}, {"vocab_size": 0}, {"context": True}, {"dropout": 1.5}],
@@ -125,8 +124,3 @@ def test_dropout_acts_in_training_only():
 def test_gpt_shape_refuses(options):
     with pytest.raises(ValueGivenError):
         GPTShape(**{"vocab_size": 50, "context": 16, "num_heads": 2, "width": 8} | options)
-
-
-def test_gpt_refuses_a_row_longer_than_its_context():
-    with raises(ValueGivenError, code="value.invalid", field="tokens"):
-        GPT(TINY)(torch.zeros(1, 17, dtype=torch.long))

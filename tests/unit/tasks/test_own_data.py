@@ -44,21 +44,20 @@ def test_rows_are_those_of_the_datasets_in_their_order():
     assert [len(batch[0]) for batch in found.held_out] == [2, 2, 1]
     assert torch.equal(torch.cat([batch[0] for batch in found.held_out]), x[:5] + 100)
     assert (found.source.name, found.source.origin) == ("mine", "TensorDataset and TensorDataset")
+    found = of_datasets(Items((torch.ones(2), 3), (torch.zeros(2), 4)), Items((torch.ones(2), 5)), name="mine")
+    assert found.columns[1].tolist() == [3, 4]
+    alone = of_datasets(Items(torch.ones(2), torch.zeros(2)), Items(torch.ones(2)), name="mine")
+    assert [column.shape for column in alone.columns] == [(2, 2)]
 
-
-def test_what_was_read_has_a_digest_of_its_own():
     def digest(x):
         return of_datasets(TensorDataset(x), TensorDataset(x[:1]), name="mine").source.sha256
 
     x = torch.ones(3, 2)
     assert digest(x) == digest(x.clone()) != digest(2 * x)
-
-
-def test_numbers_and_lone_tensors_make_columns():
-    found = of_datasets(Items((torch.ones(2), 3), (torch.zeros(2), 4)), Items((torch.ones(2), 5)), name="mine")
-    assert found.columns[1].tolist() == [3, 4]
-    alone = of_datasets(Items(torch.ones(2), torch.zeros(2)), Items(torch.ones(2)), name="mine")
-    assert [column.shape for column in alone.columns] == [(2, 2)]
+    # As labels that are missing are marked.
+    missing = torch.tensor([[float("nan"), 1.0], [2.0, float("nan")]])
+    found = of_datasets(TensorDataset(missing), TensorDataset(missing), name="mine")
+    torch.testing.assert_close(found.columns[0], missing, equal_nan=True)
 
 
 INSTEAD = r"the dataset that a DataLoader draws from.*run\.windows\(loader\)"
@@ -82,10 +81,3 @@ INSTEAD = r"the dataset that a DataLoader draws from.*run\.windows\(loader\)"
 def test_what_makes_no_tensors_is_refused_with_the_way_out(train, said):
     with pytest.raises(ValueGivenError, match=said):
         of_datasets(train, Items(torch.ones(2)), name="mine")
-
-
-def test_what_is_no_number_is_the_same_when_it_is_read_again():
-    """As labels that are missing are marked."""
-    missing = torch.tensor([[float("nan"), 1.0], [2.0, float("nan")]])
-    found = of_datasets(TensorDataset(missing), TensorDataset(missing), name="mine")
-    torch.testing.assert_close(found.columns[0], missing, equal_nan=True)

@@ -49,17 +49,11 @@ def test_rows_augmented_on_the_device_are_the_hosts_to_rounding():
         (2**10, True, Effect.BITWISE),
     ):
         assert placement(2**20, "cuda", free, augments=augments).effect is mark
-
-
-def test_on_a_processor_nothing_is_moved():
     given = data()
     kept, choice = place_data(given, CPU)
     assert kept is given
     assert choice.value == "host"
-
-
-def test_batches_are_made_where_the_columns_are():
-    """On a device without values: an index or a constant that lay on the host would be refused there."""
+    # On a device without values: an index or a constant that lay on the host would be refused there.
     images, labels = next(data("meta").batches(0, 4))
     assert (images.device.type, labels.device.type) == ("meta", "meta")
     assert images.shape == (4, 3, 32, 32)

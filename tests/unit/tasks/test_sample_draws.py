@@ -103,9 +103,6 @@ def test_epochs_and_seeds_look_different():
     other = next(data.batches(8, 48))
     assert not torch.equal(by_label([first]), by_label([second]))
     assert not torch.equal(by_label([first]), by_label([other]))
-
-
-def test_an_augmentation_that_draws_more_leaves_the_order_alone():
     plain = images()
     augmented = [labels for _, labels in itertools.islice(plain.batches(7, 8), 12)]
     bare = TaskData(plain.columns, plain.held_out, SOURCE)
