@@ -11,7 +11,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help install demo test soak hosts-oldest check format figures docs gpu-check evaluation clean
+.PHONY: help install demo test quick soak hosts-oldest check format figures docs gpu-check evaluation clean
 
 BIN := .venv/bin
 STAMP := .venv/installed
@@ -20,6 +20,8 @@ PYTEST_ARGS ?=
 WORKERS ?= 2
 GPU_PYTHON ?= $(BIN)/python
 SIZE ?= cpu
+# Tests start many Pythons, and each would compile all of src again.
+unexport PYTHONDONTWRITEBYTECODE
 # A file's tests run in one process: what a file sets up once, as a job of ranks, is set up once.
 BY_FILE := --dist loadfile --no-loadscope-reorder
 OLDEST := build/oldest-hosts
@@ -61,6 +63,9 @@ demo: $(STAMP) ## Race a small ResNet on real digits against its plans; prints w
 test: $(STAMP) ## Run the tests
 	@$(if $(filter-out 0,$(WORKERS)),OMP_NUM_THREADS=1) $(BIN)/python -m pytest \
 		$(if $(filter-out 0,$(WORKERS)),-n $(WORKERS) $(BY_FILE)) $(PYTEST_ARGS)
+
+quick: override PYTEST_ARGS += -m "not slow"
+quick: test ## Run the tests without those marked slow
 
 soak: $(STAMP) ## Run the long matrices
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/soak -n $(or $(filter-out 0,$(WORKERS)),1) $(PYTEST_ARGS)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from ranks import started
+from ranks import SHARDED_CHECKPOINTS, started
 
 RANK = """
     import json, os, signal, sys, time, warnings
@@ -244,5 +244,6 @@ def statuses(folder, name, **options):
     """Return what each rank ends with."""
     ranks = options.get("ranks", 2)
     arguments = [(rank, folder, json.dumps({"name": name} | options)) for rank in range(ranks)]
-    with started(RANK, folder, arguments) as running:
+    imports = SHARDED_CHECKPOINTS if options.get("stage") or options.get("own") == "fsdp" else ()
+    with started(RANK, folder, arguments, imports=imports) as running:
         return [each.wait(120) for each in running]

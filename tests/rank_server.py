@@ -10,6 +10,7 @@ from __future__ import annotations
 import gc
 import importlib
 import json
+import logging
 import os
 import random
 import signal
@@ -36,6 +37,8 @@ MODULES = (
 )
 
 
+_LOADED: set[str] = set()  # modules that requests asked for
+
 Running = dict[int, int | None]  # what each process ended with, None where it runs
 
 
@@ -53,12 +56,18 @@ def serve() -> None:
 
 def _load(running: Running, *, modules: Sequence[str]) -> None:
     """Import what programs do."""
+    missing = [name for name in modules if name not in _LOADED]
+    if not missing:
+        return
+    _LOADED.update(missing)
+    logging.disable(logging.WARNING)  # DeepSpeed warns of an accelerator that it does not find
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        for name in modules:
+        for name in missing:
             importlib.import_module(name)
-        if "torch._inductor.compile_fx" in modules:
+        if "torch._inductor.compile_fx" in missing:
             _warm_compiler()
+    logging.disable(logging.NOTSET)
     gc.collect()
     gc.freeze()  # what is forked neither searches the imports for garbage nor copies the pages they lie in
 

@@ -20,22 +20,25 @@ from pathlib import Path
 from typing import Any
 
 TESTS = Path(__file__).parent
-_SERVERS, _LOOK_S, _LIMIT_S = 2, 0.005, 600.0
+_SERVERS, _LOOK_S, _LIMIT_S = 2, 0.02, 600.0
 _COMMAND = "from trimtab.cli import main\nmain()"
 _LAUNCHER = "from torch.distributed.run import main\nmain()"
+# Modules for `imports`: DeepSpeed's optimizers, one of which calls torch.compile when imported; sharded checkpoints.
+DEEPSPEED = ("deepspeed", "deepspeed.runtime.zero.muon.muon_optimizer")
+SHARDED_CHECKPOINTS = ("torch.distributed.checkpoint", "safetensors.torch", "trimtab.distributed.sharded_loader")
 _COMPILER = ("torch._inductor.compile_fx",)  # seconds to import
 
 
-def run_program(path: Path, folder: Path, *arguments: object, ranks: int = 2) -> None:
+def run_program(path: Path, folder: Path, *arguments: object, ranks: int = 2, imports: Sequence[str] = ()) -> None:
     """Run a program's file as rank 0, 1, ... of so many, which it gets as arguments, and the folder to meet in."""
     given = [(rank, ranks, folder, *arguments) for rank in range(ranks)]
-    _run(path.read_text(encoding="utf-8"), folder, given, name=str(path))
+    _run(path.read_text(encoding="utf-8"), folder, given, name=str(path), imports=imports)
 
 
-def run_ranks(code: str, folder: Path, *arguments: object, ranks: int = 2, compiles: bool = False) -> None:
+def run_ranks(code: str, folder: Path, *arguments: object, ranks: int = 2, imports: Sequence[str] = ()) -> None:
     """Run `code` as rank 0, 1, ..., with the rank, the folder to meet in and what else it needs as arguments."""
     given = [(rank, folder, *arguments) for rank in range(ranks)]
-    _run(code, folder, given, compiles=compiles)
+    _run(code, folder, given, imports=imports)
 
 
 _CASES = """
@@ -96,16 +99,23 @@ def _run(code: str, folder: Path, arguments: Sequence[tuple[object, ...]], **how
 
 @contextlib.contextmanager
 def started(
-    code: str, folder: Path, arguments: Sequence[tuple[object, ...]], *, name: str = "<rank>", compiles: bool = False
+    code: str,
+    folder: Path,
+    arguments: Sequence[tuple[object, ...]],
+    *,
+    name: str = "<rank>",
+    compiles: bool = False,
+    imports: Sequence[str] = (),
 ) -> Iterator[list[Rank]]:
     """Start a program once with each of these arguments; what still runs at the block's end is killed.
 
     Args:
         folder: for what they say. compiles: they compile models.
+        imports: modules that all ranks need and that take long to import; imported once, before the ranks are forked.
     """
     running, code = list[Rank](), textwrap.dedent(code)
     for server in _servers():
-        server.ask("load", modules=_COMPILER if compiles else ())
+        server.ask("load", modules=[*imports, *(_COMPILER if compiles else ())])
     try:
         for number, each in enumerate(arguments):
             running.append(Rank(number, folder / f"said-{number}", code, name, tuple(map(str, each))))
@@ -124,11 +134,19 @@ class Ended:
     stderr: str
 
 
-def run_command(folder: Path, *arguments: object, code: str = _COMMAND, **environment: str) -> Ended:
+def run_command(
+    folder: Path, *arguments: object, code: str = _COMMAND, forked_ranks: int = 0, **environment: str
+) -> Ended:
     """Run `trimtab` with arguments in a folder, as a process of its own that has torch imported; or other `code`.
 
-    What it starts itself, as ranks, is a Python of its own, which finds the folder's modules too.
+    What it starts itself, as ranks, finds the folder's modules too.
+
+    Args:
+        forked_ranks: the number of ranks of torch's launcher that are forked with torch imported; further ranks are
+            new Pythons.
     """
+    if forked_ranks:
+        code = f"import forked_launch, trimtab.cli\nforked_launch.prefork({forked_ranks})\n{code}"
     paths = filter(None, [str(folder), os.environ.get("PYTHONPATH")])
     environment = {"PYTHONPATH": os.pathsep.join(paths)} | environment
     said, told = (folder / f"{what}-{time.monotonic_ns()}" for what in ("printed", "errors"))
@@ -142,9 +160,10 @@ def run_command(folder: Path, *arguments: object, code: str = _COMMAND, **enviro
             each.unlink(missing_ok=True)
 
 
-def run_torchrun(folder: Path, *arguments: object) -> Ended:
+def run_torchrun(folder: Path, *arguments: object, forked_ranks: int = 2) -> Ended:
     """Have torch's own launcher start two ranks of a program in a folder: `loop.py`, or `-m module`, and arguments."""
-    return run_command(folder, "--standalone", "--nproc-per-node", 2, *arguments, code=_LAUNCHER)
+    given = ("--standalone", "--nproc-per-node", 2, *arguments)
+    return run_command(folder, *given, code=_LAUNCHER, forked_ranks=forked_ranks)
 
 
 class Rank:

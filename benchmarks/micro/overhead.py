@@ -101,7 +101,7 @@ def row_of(name: str, num_micro_batches: int, pairs: int) -> dict[str, Any]:
     ours, control = alternate(*made, task.load_data().batches(0, task.batch_size), pairs)
     row = {"metric": "loop_overhead_ratio", "task": name, "num_micro_batches": num_micro_batches}
     row |= {"mean": ours.mean, "low": ours.low, "high": ours.high, "n": ours.n}
-    return row | {"resolution": resolution(control), "control_half_width": control.half_width}
+    return row | {"resolution": resolution(control), "control_half_width": (control.high - control.low) / 2}
 
 
 def _line(row: dict[str, Any]) -> str:

@@ -21,6 +21,8 @@ from trimtab.distributed.rank_memory import absent_ranks, mesh_of_all, trace_ran
 from trimtab.planner.rank_profile import WAYS
 from trimtab.plans.profile import Candidate
 
+pytestmark = pytest.mark.slow
+
 JOB = """
     import copy, os, sys
     import torch

@@ -1,4 +1,4 @@
-"""Every backend over gloo against one process: the same weights after twenty steps, whatever each rank has of a batch.
+"""Every backend over gloo against one process: the same weights after ten steps, whatever each rank has of a batch.
 
 One job trains all cases, since starting ranks takes longer than they do.
 """
@@ -10,19 +10,21 @@ from pathlib import Path
 
 import pytest
 from rank_cases import CASES, STAGES, STEPS
-from ranks import run_program
+from ranks import DEEPSPEED, run_program
+
+pytestmark = pytest.mark.slow
 
 PROGRAM = Path(__file__).parents[1] / "backend_rank.py"
 # Four ranks on fewer cores show that the figures of more than two add up.
 ON_FOUR = [name for name in CASES if name.endswith(("/tokens-k3-clip", "/rank-without-rows", "/mean-k3"))]
 # Of a weight in double precision; of the largest weight where gradients are sent in bf16 (8 bits, each a mean of ranks
 # rounded once) and where each micro-batch is computed in fp16 (11 bits).
-# DeepSpeed's weights are fp32, and each of twenty steps rounds them.
-EXACT, SINGLE, HALF = 1e-12, 20 * 2**-24, {"bf16-reduction": 2**-8, "fp16-clip": 2**-11}
+# DeepSpeed's weights are fp32, and each of ten steps rounds them.
+EXACT, SINGLE, HALF = 1e-12, STEPS * 2**-24, {"bf16-reduction": 2**-8, "fp16-clip": 2**-11}
 
 
 def job(folder: Path, ranks: int, pattern: str, *mutant: str) -> dict:
-    run_program(PROGRAM, folder, pattern, *mutant, ranks=ranks)
+    run_program(PROGRAM, folder, pattern, *mutant, ranks=ranks, imports=DEEPSPEED)
     return json.loads((folder / "report.json").read_text())
 
 

@@ -19,6 +19,8 @@ from trimtab.experiments.comparison.comparison_result import Comparison
 from trimtab.plans.plan import Plan
 from trimtab.tasks import load_task
 
+pytestmark = pytest.mark.slow
+
 TASKS = Path(__file__).parents[1] / "unit" / "experiments"
 SOURCE = Path(__file__).parents[2] / "src"
 SHORT = """
@@ -52,7 +54,7 @@ def folder(tmp_path_factory):
 
 def run(folder: Path, task: str, *arguments: object) -> Ended:
     paths = os.pathsep.join([str(folder), str(SOURCE)])
-    return run_command(folder, "compare", task, "--ranks", 2, *arguments, PYTHONPATH=paths)
+    return run_command(folder, "compare", task, "--ranks", 2, *arguments, forked_ranks=2, PYTHONPATH=paths)
 
 
 def written(folder: Path, name: str, **values) -> Path:

@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 from conditional_rank import CASES
-from ranks import TESTS, reports, run_program, started
+from ranks import DEEPSPEED, TESTS, reports, run_program, started
+
+pytestmark = pytest.mark.slow
 
 PROGRAM = TESTS / "conditional_rank.py"
 EXACT = 1e-12  # relative, per parameter, in double precision
@@ -63,7 +65,7 @@ def test_three_ranks_do_too(on_three, wrap, name):
 def failed(folder: Path, pattern: str) -> list[dict]:
     """Return what each rank reports of one case that ends in an error; the ranks may have been killed."""
     arguments = [(rank, 2, folder, pattern) for rank in range(2)]
-    with started(PROGRAM.read_text(), folder, arguments, name=str(PROGRAM)) as running:
+    with started(PROGRAM.read_text(), folder, arguments, name=str(PROGRAM), imports=DEEPSPEED) as running:
         for each in running:
             each.wait(30)
     return [each for report in reports(folder) for each in report.values()]

@@ -6,7 +6,10 @@ import json
 import shutil
 from pathlib import Path
 
-from ranks import run_command, run_ranks
+import pytest
+from ranks import DEEPSPEED, run_command, run_ranks
+
+pytestmark = pytest.mark.slow
 
 TINY_TASK = Path(__file__).parents[1] / "unit" / "experiments" / "tiny_task.py"
 RANK = """
@@ -52,7 +55,7 @@ def test_the_written_file_is_what_deepspeed_gets(tmp_path):
     options = ("--ranks", "2", "--link", "ib", "--device", "H100 SXM", "--engine", "deepspeed", "-o", "plan.json")
     made = run_command(tmp_path, "plan", "tiny.py:task", *options)
     assert made.returncode == 0, made.stderr
-    run_ranks(RANK, tmp_path)
+    run_ranks(RANK, tmp_path, imports=DEEPSPEED)
     written = json.loads((tmp_path / "plan.deepspeed.json").read_text())
     for rank in range(2):
         found = json.loads((tmp_path / f"rank-{rank}.json").read_text())

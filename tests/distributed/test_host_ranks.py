@@ -11,6 +11,8 @@ import pytest
 import torch
 from ranks import run_program
 
+pytestmark = pytest.mark.slow
+
 PROGRAM = Path(__file__).parents[1] / "host_rank.py"
 # Of a tensor's largest weight, in double precision; of what a plan made here changes, which may be rounding.
 EXACT, ROUNDED = 1e-10, 1e-6

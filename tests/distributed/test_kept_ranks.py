@@ -14,6 +14,8 @@ from trimtab.checkpoint.atomic_directory import verify, write_manifest
 from trimtab.core.errors import DamagedError
 from trimtab.core.record import read_record
 
+pytestmark = pytest.mark.slow
+
 STEPS = {"every_steps": 5}
 
 

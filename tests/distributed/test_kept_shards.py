@@ -11,6 +11,8 @@ import pytest
 from kept_job import job, trained
 from saving import newest_good
 
+pytestmark = pytest.mark.slow
+
 STEPS = {"every_steps": 5}
 OTHERS = {"accepts": ["ranks", "plan"]}
 KINDS = {

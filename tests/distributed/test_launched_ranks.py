@@ -20,6 +20,8 @@ from trimtab.core.record import read_record
 from trimtab.core.serialization import to_json
 from trimtab.plans.plan import Plan
 
+pytestmark = pytest.mark.slow
+
 TINY_TASK = Path(__file__).parents[1] / "unit" / "experiments" / "tiny_task.py"
 FAULTY = """
 import os, signal
@@ -45,8 +47,8 @@ def folder(tmp_path):
     return tmp_path
 
 
-def train(folder: Path, *arguments: object) -> Ended:
-    return run_command(folder, "train", *arguments)
+def train(folder: Path, *arguments: object, forked_ranks: int = 2) -> Ended:
+    return run_command(folder, "train", *arguments, forked_ranks=forked_ranks)
 
 
 def rows() -> int:
@@ -65,11 +67,12 @@ def written(folder: Path, **values) -> Path:
 
 
 def test_two_ranks_train_as_one_process_does_and_one_of_them_says_so(folder):
-    whole = train(folder, "tiny:task", "--steps", 6, "--plan", written(folder), "--json")
+    whole = train(folder, "tiny:task", "--steps", 6, "--plan", written(folder), "--json", forked_ranks=0)
     assert whole.returncode == 0, whole.stderr
     path = written(folder, batch_size=-(-rows() // 2), num_ranks=2, zero_stage=3)
     record = folder / "run.jsonl"
-    two = train(folder, "tiny:task", "--steps", 6, "--plan", path, "--ranks", 2, "--json", "--record", record)
+    given = ("--steps", 6, "--plan", path, "--ranks", 2, "--json", "--record", record)
+    two = train(folder, "tiny:task", *given, forked_ranks=0)  # ranks that are new Pythons, as a user's are
     assert two.returncode == 0, two.stderr
     assert two.stdout.count("\n") == 1
     alone, ours = json.loads(whole.stdout), json.loads(two.stdout)
@@ -81,14 +84,27 @@ def test_two_ranks_train_as_one_process_does_and_one_of_them_says_so(folder):
     assert [step.samples for step in found.steps] == [rows()] * 6
 
 
+SMALL_GPT = """
+from dataclasses import replace
+from trimtab.tasks.models.gpt import GPT, GPTShape
+from trimtab.tasks.source_gpt import CONTEXT, TASK
+
+def make_model():
+    return GPT(GPTShape(vocab_size=256, context=CONTEXT, num_layers=2, num_heads=2, width=32, dropout=0.0))
+
+task = replace(TASK, name="small_gpt", make_model=make_model)
+"""
+
+
 def test_deepspeed_and_torch_share_a_gpt_to_the_same_losses(folder):
     """ZeRO-2 of both, with accumulation: one task, two engines."""
+    (folder / "small_gpt.py").write_text(SMALL_GPT)
     rows, losses = 4, {}
     for engine in ("torch", "deepspeed"):
         path = written(folder, batch_size=rows, micro_batch=rows // 2, num_ranks=2, zero_stage=2, engine=engine)
         record = folder / f"{engine}.jsonl"
         brief = ("--batch-size", 2 * rows, "--steps", 8, "--judged", 1, "--plan", path)
-        done = train(folder, "source_gpt", *brief, "--ranks", 2, "--record", record)
+        done = train(folder, "small_gpt:task", *brief, "--ranks", 2, "--record", record)
         assert done.returncode == 0, done.stderr
         losses[engine] = [step.loss for step in read_record(record).steps]
     assert len(losses["torch"]) == 8

@@ -14,6 +14,8 @@ from ranks import run_program
 
 from trimtab.core.errors import ModelError, ValueGivenError
 
+pytestmark = pytest.mark.slow
+
 RANKS = 2
 
 

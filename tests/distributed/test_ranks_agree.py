@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 from ranks import run_cases, run_codes
 
+pytestmark = pytest.mark.slow
+
 RANK = """
     import itertools
     from torch.nn.parallel import DistributedDataParallel

@@ -22,6 +22,8 @@ from smooth_task import counting  # noqa: E402
 from tiny_task import BATCH_SIZE, load_data  # noqa: E402
 from tiny_task import task as tiny  # noqa: E402
 
+pytestmark = pytest.mark.slow
+
 RANK = """
     from dataclasses import replace
     os.environ.update(RANK=str(rank), WORLD_SIZE="2", LOCAL_RANK=str(rank))

@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 from ranks import run_codes
 
+pytestmark = pytest.mark.slow
+
 COMMON = """
     from torch.nn.parallel import DistributedDataParallel
     from trimtab.adaptive_batch.noise_probes import OverheadBudget

@@ -8,6 +8,8 @@ from ranks import TESTS, reports, run_command, run_program
 from trimtab.core.serialization import to_json
 from trimtab.plans.plan import Plan
 
+pytestmark = pytest.mark.slow
+
 PROGRAM = TESTS / "alike_rank.py"
 TINY_TASK = TESTS / "unit" / "experiments" / "tiny_task.py"
 
@@ -102,7 +104,8 @@ def test_tasks_that_differ_on_ranks_are_refused(tmp_path, command, data, rate, n
     rows = 16
     (tmp_path / "plan.json").write_text(to_json(Plan.fixed(rows, num_ranks=2, zero_stage=0)))
     more = ("--steps", 2) if command == "train" else ("--quick", "--out", tmp_path / "out")
-    done = run_command(tmp_path, command, "other:task", "--ranks", 2, "--plan", tmp_path / "plan.json", *more)
+    given = ("other:task", "--ranks", 2, "--plan", tmp_path / "plan.json", *more)
+    done = run_command(tmp_path, command, *given, forked_ranks=2)
     assert done.returncode == 1
     assert named in done.stderr
     assert "on rank 1" in done.stderr

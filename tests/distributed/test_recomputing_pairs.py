@@ -7,6 +7,8 @@ import shutil
 import pytest
 from recomputing_cells import cells, check_cells, covering, pairs_of
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize("mode", ["eager", "compiled"])
 @pytest.mark.parametrize("is_alone", [True, False], ids=["alone", "ranks"])

@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 from ranks import reports, run_program
 
+pytestmark = pytest.mark.slow
+
 PROGRAM = Path(__file__).parents[1] / "rehearsal_rank.py"
 SENT = ("fast_link", "unrehearsed", "slow_hook", "slow_usual", "no_copies", "all_raise")
 SHARED = ("replicas", "shards", "no_room")

@@ -15,6 +15,8 @@ from trimtab.distributed.plan_on_ranks import BroadcastPlan
 from trimtab.experiments.scaling.scaling_job import Bench
 from trimtab.plans.plan import Plan
 
+pytestmark = pytest.mark.slow
+
 TINY_TASK = Path(__file__).parents[1] / "unit" / "experiments" / "tiny_task.py"
 WHICH = ["--ranks=2", "--rounds=1"]
 HOW = ["tiny:task", "--quick", "--scaling=weak,strong", "--adapt=batch", "--out=table", "--json"]
@@ -55,7 +57,7 @@ def folder(tmp_path_factory):
     (made / "table").mkdir()
     for rows in (32, 16):
         (made / "table" / f"plan-{rows}.json").write_text(to_json(BroadcastPlan(Plan.fixed(rows))))
-    found = run_command(made, "scale", *ARGUMENTS)
+    found = run_command(made, "scale", *ARGUMENTS, forked_ranks=3)
     assert found.returncode == 0, found.stderr
     (made / "printed.json").write_text(found.stdout)
     return made

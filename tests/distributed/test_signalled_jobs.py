@@ -10,9 +10,12 @@ import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 
-from ranks import reports
+import pytest
+from ranks import reports, run_torchrun
 
 from trimtab.checkpoint.atomic_directory import committed_folders
+
+pytestmark = pytest.mark.slow
 
 WINDOWS = 40
 LOOP = f"""
@@ -44,11 +47,15 @@ LOOP = f"""
 """
 
 
-@contextlib.contextmanager
-def job(folder: Path, slow_s: float = 0.0) -> Iterator[subprocess.Popen]:
-    """Run a job of two ranks, whose windows take so long at least; what is left of it when this is left is ended."""
+def write_loop(folder: Path) -> None:
     folder.mkdir(exist_ok=True)
     (folder / "loop.py").write_text(textwrap.dedent(LOOP))
+
+
+@contextlib.contextmanager
+def job(folder: Path, slow_s: float) -> Iterator[subprocess.Popen]:
+    """Run a job of two ranks, whose windows take so long at least; what is left of it when this is left is ended."""
+    write_loop(folder)
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", "loop.py"]
     with (folder / "errors.txt").open("w") as errors:
         streams = {"stdout": subprocess.PIPE, "stderr": errors, "text": True}
@@ -63,9 +70,9 @@ def job(folder: Path, slow_s: float = 0.0) -> Iterator[subprocess.Popen]:
 
 def losses(folder: Path) -> list[dict[str, str]]:
     """Return each rank's losses of a job that nothing cuts off."""
-    with job(folder) as whole:
-        whole.communicate()
-    assert whole.returncode == 0, (folder / "errors.txt").read_text()
+    write_loop(folder)
+    done = run_torchrun(folder, "loop.py", 0.0)
+    assert done.returncode == 0, done.stderr
     return reports(folder)
 
 

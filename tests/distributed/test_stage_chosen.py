@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 from ranks import reports, run_program
 
+pytestmark = pytest.mark.slow
+
 PROGRAM = Path(__file__).parents[1] / "stage_rank.py"
 
 

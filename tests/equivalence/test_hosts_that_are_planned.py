@@ -30,6 +30,7 @@ PLANS = {
     "both": ({"precision": "bf16", "recompute": "every_block"}, torch.float32, 1e-6),
 }
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.filterwarnings("ignore::UserWarning:lightning"),
     pytest.mark.filterwarnings("ignore:.*does not have many workers.*"),
     pytest.mark.filterwarnings("ignore::FutureWarning"),

@@ -27,6 +27,7 @@ STEPS, ROWS = 6, 8
 COMPILED = trimtab.Plan.fixed(ROWS, 4, compiled=True)
 NEAR = 1e-8  # of a tensor's largest weight, in double precision: kernels of their own sum in another order
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler"),
     pytest.mark.filterwarnings("ignore::UserWarning:lightning"),
     # Of torch itself, where a graph breaks at what is not a leaf.

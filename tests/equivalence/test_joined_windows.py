@@ -16,6 +16,7 @@ from trimtab.integrations.transformers import TrimtabTrainer
 
 STEPS, ROWS, K = 20, 8, 2
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.usefixtures("brief_trials"),
     pytest.mark.filterwarnings("ignore::UserWarning:lightning"),
     pytest.mark.filterwarnings("ignore:.*does not have many workers.*"),

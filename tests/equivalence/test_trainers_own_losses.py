@@ -23,6 +23,8 @@ from trimtab.core.errors import ValueGivenError
 from trimtab.integrations.transformers import TrimtabTrainer
 from trimtab.nn import LossHead
 
+pytestmark = pytest.mark.slow
+
 SMOOTHED = 0.1
 # Whether the host divides a smoothed loss by the window's count: before that it was by the batch's, whatever k is.
 DIVIDES_BY_WINDOW = "num_items_in_batch" in inspect.signature(LabelSmoother.__call__).parameters

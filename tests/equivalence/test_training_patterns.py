@@ -16,6 +16,8 @@ from training_patterns.script import trimtab_loop
 
 import trimtab
 
+pytestmark = pytest.mark.slow
+
 PLANNED = (
     "byol",
     "clipped_by_tensor_hooks",

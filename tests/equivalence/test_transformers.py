@@ -16,7 +16,7 @@ import trimtab
 from trimtab.core.errors import ValueGivenError
 from trimtab.integrations.transformers import TrimtabTrainer, WindowLabels, counts_nothing, refuse_conflicts
 
-pytestmark = pytest.mark.usefixtures("brief_trials")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("brief_trials")]
 STEPS, ROWS, LENGTH, WORDS = 20, 8, 12, 17
 _NAMES = {field.name for field in dataclasses.fields(TrainingArguments)}
 RECOMPUTES = "activation_checkpointing" if "activation_checkpointing" in _NAMES else "gradient_checkpointing"

@@ -11,9 +11,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from ranks import started
+from ranks import SHARDED_CHECKPOINTS, started
 
 from trimtab.checkpoint.atomic_directory import TEMPORARY
+
+pytestmark = pytest.mark.slow
 
 PROGRAM = Path(__file__).parents[1] / "crashing.py"
 WINDOWS = {
@@ -54,13 +56,14 @@ def started_once(folder: Path, losses: Path, options: dict, kill: tuple[int, flo
     meet = losses.with_name(f"meet-{time.monotonic_ns()}")
     each = [options | {"rank": rank, "meet": str(meet)} for rank in range(ranks)]
     arguments = [(folder, losses_of(losses, rank), json.dumps(each[rank])) for rank in range(ranks)]
-    with started(PROGRAM.read_text(), losses.parent, arguments, name=str(PROGRAM)) as processes:
+    imports = SHARDED_CHECKPOINTS if options.get("stage") else ()
+    with started(PROGRAM.read_text(), losses.parent, arguments, name=str(PROGRAM), imports=imports) as processes:
         process = processes[-1]
         if kill is not None:
             lines, later_s = kill
             until = time.monotonic() + 60
             while num_lines(losses) < lines and process.status() is None and time.monotonic() < until:
-                time.sleep(0.001)
+                time.sleep(0.004)
             time.sleep(later_s)
             for each_process in reversed(processes):
                 each_process.kill()

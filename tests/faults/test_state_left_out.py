@@ -14,6 +14,8 @@ from test_crash import said
 
 from trimtab.checkpoint.state_files import read_state
 
+pytestmark = pytest.mark.slow
+
 DIED, SAVED = 14, 12  # in the second pass: the order of the first is that of a new loader's
 # Runs in which the parts matter, and these parts.
 RUNS = {

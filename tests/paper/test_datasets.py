@@ -22,6 +22,8 @@ from benchmarks.paper.tasks import load_task
 from trimtab.core.errors import DataMissingError, DependencyError, FormatError
 from trimtab.tasks import embedded
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="session")
 def cifar10(shared_data):

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 import trimtab
-from training_patterns.script import PATTERNS, Loop, Pattern, Script, trimtab_loop
+from training_patterns.script import PATTERNS, STEPS, Loop, Pattern, Script, trimtab_loop
 
 TORCH = str(Path(torch.__file__).parent)
 MOST_NAMED = 3
@@ -154,8 +154,8 @@ def states_of_generators() -> tuple[Any, ...]:
 def differences(found: dict[str, Any], expected: dict[str, Any], before: dict[str, Any], rounding: float) -> list[str]:
     """Return parameters and buffers that are further from the reference than rounding, the furthest first.
 
-    A difference is relative to the distance that training moved the tensor. What hardly moved is compared with a
-    hundred units in the last place of its values instead: fifty sums of twenty steps.
+    A difference is relative to the distance that training moved the tensor. What hardly moved is compared with five
+    units per step in the last place of its values instead.
     """
     far = []
     for name, reference in expected.items():
@@ -176,7 +176,7 @@ def differences(found: dict[str, Any], expected: dict[str, Any], before: dict[st
         moved = (
             float((reference - start).norm()) if isinstance(start, Tensor) and start.shape == reference.shape else 0.0
         )
-        limit = max(rounding * moved, 100 * unit * float(reference.norm())) if rounding else 0.0
+        limit = max(rounding * moved, 5 * STEPS * unit * float(reference.norm())) if rounding else 0.0
         if not off <= limit:
             share = off / moved if moved else float("inf")
             far.append((share, f"{name} is off by {share:.2g} of the distance that it moves"))

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import trimtab
 
-STEPS, SAMPLES = 20, 16
+STEPS, SAMPLES = 12, 16
 LossFn = Callable[[nn.Module, Any], Any]
 
 
@@ -258,9 +258,11 @@ class Block(nn.Module):
         return x + torch.tanh(self.linear(self.norm(x)))
 
 
-def classes(samples: int = SAMPLES, inputs: int = 6, outputs: int = 3) -> list[tuple[Tensor, Tensor]]:
+def classes(
+    samples: int = SAMPLES, inputs: int = 6, outputs: int = 3, steps: int = STEPS
+) -> list[tuple[Tensor, Tensor]]:
     """Return batches of (inputs, labels), in which labels depend on the inputs."""
-    made = [torch.randn(samples, inputs) for _ in range(STEPS)]
+    made = [torch.randn(samples, inputs) for _ in range(steps)]
     return [(x, x[:, :outputs].argmax(1)) for x in made]
 
 

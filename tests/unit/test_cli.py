@@ -23,6 +23,7 @@ from raising import raises
 from saving import forge
 
 from trimtab import cli
+from trimtab.api import profile
 from trimtab.cli.options import settings_to_adapt
 from trimtab.core.errors import ValueGivenError
 from trimtab.core.record import read_record
@@ -31,7 +32,7 @@ from trimtab.distributed.deepspeed_backend import config_of
 from trimtab.distributed.zero_stage_inputs import traces_of_ranks
 from trimtab.energy import meter_selection
 from trimtab.energy.energy_meter import NoMeter
-from trimtab.experiments import gain_timing, progress_bar, rank_plan_output
+from trimtab.experiments import gain_timing, progress_bar, rank_plan_output, task_plans
 from trimtab.experiments.comparison.comparison_result import Comparison
 from trimtab.experiments.paired_runs import paired_run
 from trimtab.experiments.phase_result import PhaseResult
@@ -83,14 +84,32 @@ def traced_once():
     return traces
 
 
+@pytest.fixture(scope="module")
+def profiled_once():
+    """Return what measures a task's loop, each loop once: its seconds decide nothing that these tests look at."""
+    found: dict[tuple, Profile] = {}
+
+    def profiles(model, optimizer, loss_fn, batch, *, data=None, progress=None, **how) -> Profile:
+        tasks = tuple((path.name, path.read_text()) for path in sorted(Path().glob("*.py")))
+        of = (tasks, repr(model), repr(optimizer), *(part.shape for part in batch))
+        key = (of, machine.cpu_name(), data is None, repr(how))
+        if key not in found:
+            given = how | ({} if progress is None else {"progress": progress})
+            found[key] = profile(model, optimizer, loss_fn, batch, data=data, **given)
+        return found[key]
+
+    return profiles
+
+
 @pytest.fixture
-def trimtab(monkeypatch, capsys, tmp_path, traced_once):
+def trimtab(monkeypatch, capsys, tmp_path, traced_once, profiled_once):
     """Return a function that runs a command line in a folder that holds `tiny.py` and `plan.json`."""
     shutil.copy(TINY_TASK, tmp_path / "tiny.py")
     (tmp_path / "plan.json").write_text(to_json(PLAN))
     monkeypatch.chdir(tmp_path)
     brief.shorten(monkeypatch.setattr)
     monkeypatch.setattr(rank_plan_output, "traces_of_ranks", traced_once)
+    monkeypatch.setattr(task_plans, "profile", profiled_once)
     monkeypatch.setattr(paired_run, "_BLOCK_S", 0.02)
     monkeypatch.setattr(gain_timing, "_LAP_S", 0.005)
     monkeypatch.setattr(meter_selection, "rapl", lambda root: NoMeter("none that tests read"))
@@ -238,6 +257,7 @@ def test_a_plan_under_other_limits_and_for_another_device_is_predicted(trimtab):
 RANKS = "plan tiny.py:task --ranks 4 --device 'H100 SXM'"
 
 
+@pytest.mark.slow
 def test_a_plan_of_ranks_that_are_not_here(trimtab):
     there = trimtab(f"{RANKS} --link nvlink -o plan.json").succeeded()
     assert "a rank at each ZeRO stage, predicted:" in there.out
@@ -263,6 +283,7 @@ def test_a_plan_of_ranks_that_are_not_here(trimtab):
     assert next(e.code for e in made.stages if not e.reduces_once) == "ranks.one_micro_batch"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("link", "name"), [("nvlink", "nvlink:H100"), ("2 x nvlink + ib:NDR", "2 x nvlink:H100 + ib:NDR")]
 )
@@ -278,6 +299,7 @@ def test_a_device_without_a_link_of_its_own_is_refused_by_its_name(trimtab, monk
     explained(trimtab("plan tiny.py:task --ranks 4 --link nvlink"), "value.invalid", "nvlink", "an abacus")
 
 
+@pytest.mark.slow
 def test_a_plan_for_deepspeed_has_its_own_configuration_beside_it(trimtab):
     of = f"{RANKS} --link nvlink --engine deepspeed"
     done = trimtab(f"{of} -o made.json").succeeded()
@@ -516,6 +538,7 @@ def test_a_diverged_run_is_still_one_json_object(trimtab, tmp_path):
 REPORT = {"report.json", "report.html", "report.md"}
 
 
+@pytest.mark.slow
 def test_a_comparison_and_its_report(trimtab, tmp_path):
     line = "compare tiny.py:task --quick --pairs 2 --adapt none --out out"
     found = trimtab(f"{line} --json").succeeded().json
@@ -561,6 +584,7 @@ def test_reports_and_kept_runs_are_refused_before_anything_begins(trimtab):
     assert not Path("new").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("given", "said"),
     [
@@ -867,6 +891,7 @@ def test_what_is_told_too_often_is_not_drawn(monkeypatch):
 COMMAND = "from trimtab.cli import main; main()"
 
 
+@pytest.mark.slow
 def test_a_process_prints_its_result_and_nothing_else(tmp_path):
     """torch's profiler too is kept off standard error."""
     (tmp_path / "tiny.py").write_text(TINY_TASK.read_text() + brief.CODE)
@@ -900,6 +925,7 @@ def test_without_its_packages_its_parts_are_no_less_an_error(tmp_path):
     assert "trimtab[cli]" in done.out, done.err
 
 
+@pytest.mark.slow
 def test_an_interrupt_ends_it_quietly(tmp_path):
     shutil.copy(TINY_TASK, tmp_path / "tiny.py")
     load = "def load_data() -> TaskData:\n"

@@ -26,6 +26,8 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from trimtab.core.errors import TrimtabError, ValueGivenError
 
+pytestmark = pytest.mark.slow
+
 NUM_ROWS, BATCH_SIZE = 60, 6
 loop = pytest.fixture(new_loop)
 

@@ -7,6 +7,8 @@ from pathlib import Path
 import brief
 import pytest
 
+pytestmark = pytest.mark.slow
+
 nbclient = pytest.importorskip("nbclient", reason="needs the development packages")
 nbformat = pytest.importorskip("nbformat", reason="needs the development packages")
 

@@ -16,6 +16,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 BUILD = """
@@ -182,13 +184,15 @@ def test_the_wheel_works_in_an_empty_folder(unpacked, tmp_path):
     assert [each.name for each in tmp_path.iterdir() if each.suffix == ".py"] == ["my_task.py"]
 
 
-# What `trimtab init` asks its reader to make theirs: parts 1 to 3 of the file, by a line of each.
+# What `trimtab init` asks its reader to make theirs: parts 1 to 3 of the file, by a line of each,
+# and the length of the training.
 MADE_ONES_OWN = {
     "nn.Linear(32, 512), nn.GELU(), nn.Linear(512, 512), nn.GELU(), nn.Linear(512, 4)": (
         "nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 4)"
     ),
     "torch.randn(20_000, 32,": "2 * torch.randn(20_000, 32,",
     "cross_entropy(model(inputs), targets)": "cross_entropy(model(inputs), targets, label_smoothing=0.1)",
+    "budget_samples=400 * 256": "budget_samples=60 * 256",
 }
 
 

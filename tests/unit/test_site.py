@@ -12,6 +12,8 @@ import pytest
 
 import trimtab
 
+pytestmark = pytest.mark.slow
+
 pytest.importorskip("sphinx", reason="needs the extra docs")
 pytest.importorskip("myst_parser", reason="needs the extra docs")
 pytest.importorskip("furo", reason="needs the extra docs")

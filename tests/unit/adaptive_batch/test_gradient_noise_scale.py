@@ -17,6 +17,8 @@ from trimtab.adaptive_batch.gradient_noise_scale import (
 )
 from trimtab.core.errors import UsageError
 
+pytestmark = pytest.mark.slow
+
 DIM = 6
 TRUE = numpy.linspace(-1, 1, DIM)
 SPREAD = numpy.linspace(0.5, 2.0, DIM)  # standard deviation of one row's gradient, by component

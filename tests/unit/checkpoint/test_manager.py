@@ -37,6 +37,8 @@ from trimtab.core.errors import (
 )
 from trimtab.core.record import Header, read_record
 
+pytestmark = pytest.mark.slow
+
 ROWS = torch.arange(48.0).reshape(12, 4)
 BATCHES = list(ROWS.split(4))
 

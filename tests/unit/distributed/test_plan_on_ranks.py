@@ -30,6 +30,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "planner"))
 from simulated_machine import MIB
 from test_rank_stages import ACCELERATOR, RANKS, calibration, profile_of, shape, traces_of
 
+pytestmark = pytest.mark.slow
+
 
 def finds_no_line(device):
     raise ValueGivenError("link.points", got="noise", expected="a line")

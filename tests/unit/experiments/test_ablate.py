@@ -37,6 +37,8 @@ from trimtab.experiments.results import read_result
 from trimtab.experiments.task_plans import Plans
 from trimtab.plans.plan import Plan
 
+pytestmark = pytest.mark.slow
+
 TWO = Plan.fixed(BATCH_SIZE, micro_batch=8, fused_optimizer=True)
 SEEDS = AblateSettings(num_seeds=2)
 ARMS = ["reference", "unchanged", "with_micro_batch", "with_fused_optimizer", "plan", "unchanged_again", "plan_again"]

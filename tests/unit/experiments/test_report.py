@@ -55,6 +55,8 @@ from trimtab.experiments.report.markdown import markdown_page
 from trimtab.plans.plan import Plan
 from trimtab.plans.profile import Candidate, Trial
 
+pytestmark = pytest.mark.slow
+
 HOSTILE = '<script>alert(1)</script> | a*b* "quoted" `code` [x](javascript:y) \x1b[31m ]]> -->'
 T_975 = {2: 4.303, 7: 2.365}
 

@@ -24,6 +24,8 @@ from trimtab.tasks.models.gpt import GPT, GPTShape
 from trimtab.tasks.models.resnet import ResNet
 from trimtab.techniques.activation_checkpointing import use_schedule
 
+pytestmark = pytest.mark.slow
+
 NESTED = (
     RecomputedSegment((RecomputedSegment((KeptBlock(0), KeptBlock(1))), KeptBlock(2), KeptBlock(3))),
     KeptBlock(4),

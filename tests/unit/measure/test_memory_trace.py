@@ -23,6 +23,8 @@ from trimtab.state.peak_memory import peak_bytes, storage_bytes
 from trimtab.tasks.language_modelling import next_token_loss
 from trimtab.tasks.models.gpt import GPT, GPTShape
 
+pytestmark = pytest.mark.slow
+
 SHAPE = GPTShape(vocab_size=64, context=32, num_layers=2, num_heads=2, width=32, dropout=0.1)
 OPTIMIZERS = {
     "adamw": lambda p: torch.optim.AdamW(p, lr=1e-3),

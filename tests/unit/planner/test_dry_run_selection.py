@@ -18,6 +18,8 @@ from trimtab.planner.multi_rank_plan import with_fastest_communication
 from trimtab.planner.zero_stage import StageCost, choose_stage
 from trimtab.plans.plan import Plan
 
+pytestmark = pytest.mark.slow
+
 SLOW = calibration(2e6)
 EVEN = (1.0,) * 7
 

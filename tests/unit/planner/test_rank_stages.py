@@ -20,6 +20,8 @@ from trimtab.planner.rank_profile import WAYS, RankPeakMemory, profile_for_stage
 from trimtab.planner.zero_stage import StageCost, choose_stage, held_with, stages_text
 from trimtab.plans.profile import Profile
 
+pytestmark = pytest.mark.slow
+
 RANKS = 4
 # Ranks of a processor are held against limits with what gloo may hold on top; of an accelerator nothing is.
 ACCELERATOR = replace(CPU, name="an accelerator", kind="cuda")

@@ -30,7 +30,7 @@ from trimtab.profiling.training_loop import TrainingLoop
 from trimtab.state.loop_state import LoopState
 from trimtab.state.peak_memory import peak_bytes
 
-pytestmark = pytest.mark.usefixtures("brief_trials")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("brief_trials")]
 MEASURING_S = block_profile._MEASURING_S  # where trials are not brief
 
 

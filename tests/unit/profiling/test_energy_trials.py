@@ -27,6 +27,8 @@ from trimtab.profiling import trials
 from trimtab.profiling.training_loop import TrainingLoop
 from trimtab.profiling.trials import TrialPower
 
+pytestmark = pytest.mark.slow
+
 ROWS = 8
 
 

@@ -23,6 +23,7 @@ ROWS = 16
 
 # torch's own, as it is imported for forward-mode gradients and scripted models.
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.usefixtures("brief_trials"),
     pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning", "ignore:Sparse CSR tensor:UserWarning"),
 ]

@@ -20,6 +20,8 @@ from trimtab.measure import machine
 from trimtab.profiling import trials
 from trimtab.state.loop_state import LoopState
 
+pytestmark = pytest.mark.slow
+
 ROWS = 6
 
 

@@ -29,6 +29,8 @@ from trimtab.profiling.step_counts import count_step
 from trimtab.profiling.training_loop import TrainingLoop
 from trimtab.state import process_state
 
+pytestmark = pytest.mark.slow
+
 ROWS = 8
 
 

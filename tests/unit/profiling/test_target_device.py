@@ -23,6 +23,8 @@ from trimtab.profiling.target_device import profile_elsewhere
 from trimtab.tasks.language_modelling import next_token_loss
 from trimtab.tasks.models.gpt import GPT, GPTShape
 
+pytestmark = pytest.mark.slow
+
 H100 = absent_device("H100 SXM")
 SHAPE = GPTShape(vocab_size=2048, context=32, num_layers=1, num_heads=2, width=32)
 ROWS = 16

@@ -34,7 +34,7 @@ from trimtab.techniques.activation_checkpointing import use_schedule
 from trimtab.techniques.mixed_precision import autocast
 
 L4 = absent_device("L4")
-pytestmark = pytest.mark.usefixtures("brief_trials")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("brief_trials")]
 SHAPE = GPTShape(vocab_size=256, context=64, num_layers=5, num_heads=2, width=64)
 ROWS = 16
 SCHEDULES = [EVERY_BLOCK, "(0-1) (2-3) 4", "~0-4", "0 (1) ~2 (3 (4))", "0-4"]

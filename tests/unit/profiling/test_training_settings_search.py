@@ -33,6 +33,8 @@ from trimtab.profiling import training_settings_search
 from trimtab.profiling.training_loop import TrainingLoop
 from trimtab.profiling.training_settings_search import RunLength, range_test, short_race, tune_plan
 
+pytestmark = pytest.mark.slow
+
 ROWS = 4
 STANDS, MUON = Plan.fixed(ROWS), Plan.fixed(ROWS, optimizer="muon")
 

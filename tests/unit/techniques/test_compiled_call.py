@@ -21,6 +21,8 @@ from trimtab.profiling.training_loop import TrainingLoop
 from trimtab.techniques.compiled_call import CompiledCall, is_compiled
 from trimtab.training.apply_plan import PAIRS, WARM_UP, CompileCheck
 
+pytestmark = pytest.mark.slow
+
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")
 
 

@@ -30,6 +30,8 @@ from trimtab.training.accumulation import WindowWeights
 from trimtab.training.batch_size_controller import BatchSizeController
 from trimtab.training.metadata_exchange import SingleProcessExchange
 
+pytestmark = pytest.mark.slow
+
 DIM, NOISE = 5, 0.7
 TRUE = torch.linspace(-1, 1, DIM, dtype=torch.float64)
 
