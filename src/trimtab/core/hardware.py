@@ -176,6 +176,7 @@ class DeviceSpec:
         bandwidth_bytes_s: memory bandwidth in bytes per second, or None.
         source: source of the peaks; "unknown" if there are none.
         num_threads: torch's CPU threads (0 for an accelerator).
+        native: precisions with their own instructions in a CPU; () if none is known.
     """
 
     name: str
@@ -185,6 +186,7 @@ class DeviceSpec:
     bandwidth_bytes_s: float | None = None
     source: str = "unknown"
     num_threads: int = 0
+    native: tuple[str, ...] = ()
 
     def peak(self, precision: str) -> float | None:
         """Return the dense peak in FLOP/s for a precision, or None if unknown."""

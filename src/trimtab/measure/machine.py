@@ -14,7 +14,7 @@ import numpy
 import torch
 
 from trimtab.core.hardware import DeviceSpec, lookup_peaks
-from trimtab.measure.timing import time_call
+from trimtab.measure.timing import least_seconds
 
 # Device types supported by `timing`, `memory` and the peak performance below.
 MEASURED = ("cpu", "cuda")
@@ -93,7 +93,7 @@ def device_spec(device: torch.device) -> DeviceSpec:
     threads = torch.get_num_threads()
     source = f"fastest square matrix product timed on this machine, {threads} threads"
     peaks, bandwidth = measured_cpu_peaks(threads), measured_cpu_bandwidth(threads)
-    return DeviceSpec(name, "cpu", _total_memory(), peaks, bandwidth, source, threads)
+    return DeviceSpec(name, "cpu", _total_memory(), peaks, bandwidth, source, threads, native_precisions())
 
 
 @functools.cache
@@ -117,7 +117,7 @@ def _matmul_flops(dtype: torch.dtype) -> float:
     best, size = 0.0, 128
     while size <= _LARGEST_MATMUL:
         left, right = (torch.rand(size, size).to(dtype) for _ in range(2))
-        seconds = min(time_call(functools.partial(torch.mm, left, right), torch.device("cpu")) for _ in range(5))
+        seconds = least_seconds(functools.partial(torch.mm, left, right), torch.device("cpu"))
         best = max(best, 2 * size**3 / seconds)
         if 2**3 * seconds > _LONGEST_MATMUL_S:
             break
@@ -136,7 +136,14 @@ def measured_cpu_bandwidth(num_threads: int) -> float:
     target = torch.empty_like(source)
     copy = functools.partial(target.copy_, source)
     copy()
-    return 2 * _COPIED_BYTES / min(time_call(copy, torch.device("cpu")) for _ in range(5))
+    return 2 * _COPIED_BYTES / least_seconds(copy, torch.device("cpu"))
+
+
+def native_precisions() -> tuple[str, ...]:
+    """Return the half precisions for which this CPU has matrix or vector instructions."""
+    capabilities = getattr(torch.cpu, "get_capabilities", dict)()
+    present = [name for name, found in capabilities.items() if found is True]
+    return tuple(kind for kind in ("bf16", "fp16") if any(kind in name for name in present))
 
 
 def _total_memory() -> int | None:

@@ -208,6 +208,28 @@ def time_call(function: Callable[[], object], device: torch.device, repeats: int
     return (time.perf_counter() - start) / repeats
 
 
+_AGREE = 0.1  # Relative difference of the two shortest calls at which the least time is known.
+_FEWEST_CALLS, _MOST_CALLS, _LONGEST_S = 3, 200, 1.0
+
+
+def least_seconds(function: Callable[[], object], device: torch.device) -> float:
+    """Return the least wall-clock seconds of a call, repeated until the two shortest calls agree within a tenth.
+
+    Other processes add time to a call and never remove time. A call that was interrupted once can take a thousand
+    times as long, so a single timing says nothing on a busy machine. Ends after a second, but not before three calls.
+    """
+    times: list[float] = []
+    begin = time.perf_counter()
+    while len(times) < _MOST_CALLS:
+        times.append(time_call(function, device))
+        best = sorted(times)[:2]
+        if len(times) >= _FEWEST_CALLS and best[1] <= (1 + _AGREE) * best[0]:
+            break
+        if len(times) >= _FEWEST_CALLS and time.perf_counter() - begin > _LONGEST_S:
+            break
+    return min(times)
+
+
 class PhaseClock:
     """Seconds by phase (data, forward, backward, optimizer), synchronized at each boundary.
 

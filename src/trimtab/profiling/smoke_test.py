@@ -28,6 +28,7 @@ DONE, RAISED, LATE = "done", "raised", "late"
 _PATIENCE_S, _LOOK_S = 10.0, 0.002
 _WORTH_S = 0.1  # Seconds per step; a hundred times less can be tolerated.
 _SHARE, _FEWEST = 32, 2  # A fraction of 1/32 of the samples, and at least 2 for batch statistics.
+_TRIES = 3
 _HOPELESS = 10.0  # Above 1, because fixed costs (mainly casts of weights) dominate with few samples.
 
 
@@ -156,7 +157,7 @@ class SpeedTest:
         """Return the reason for not trying a candidate's whole step; None if fast enough or not tested."""
         if self._few is None or self._base_s is None:
             return None
-        for _ in range(2):  # The first step may include one-time costs.
+        for _ in range(_TRIES):  # The first step may include one-time costs, and any may be disturbed.
             seconds = self._seconds(self._few, candidate)
             if seconds is None or seconds <= _HOPELESS * self._base_s:
                 return None

@@ -56,10 +56,13 @@ def _bitwise_only(profile: Profile) -> Note | None:
 def precision_refusal(device: DeviceSpec, precision: str) -> Note | None:
     """Return the reason not to try a precision on a device, or None.
 
-    A dtype without hardware support can make a step last minutes, so its matrix products are timed first.
+    A dtype without hardware support can make a step last minutes, so its matrix products are timed first. A precision
+    with its own instructions is never refused: the timing may have been disturbed by other processes.
     """
     if precision == "tf32" and device.kind != "cuda":
         return Note("precision.unsupported", f"{device.kind} does not support tf32")
+    if precision in device.native:
+        return None
     ours, base = device.peak(precision), device.peak("fp32")
     if precision != "fp32" and ours is not None and base is not None and ours < SCREEN * base:
         text = f"not tried: {precision} matrix products run at {ours / base:.2g}x the speed of fp32 on this device"

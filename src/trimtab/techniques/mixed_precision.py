@@ -12,6 +12,7 @@ from torch import Tensor
 from trimtab.core import validation
 from trimtab.core.errors import ValueGivenError
 from trimtab.core.stateful import Load, Stateful, require_keys
+from trimtab.measure.machine import native_precisions
 from trimtab.state import process_state
 from trimtab.state.process_state import hold_tf32
 
@@ -97,8 +98,7 @@ def fp16_replacement(device: torch.device) -> str:
     """Return the replacement for fp16 after repeated overflows: bf16 if the device supports it natively, else fp32."""
     if device.type == "cuda":
         return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp32"
-    capabilities: Mapping[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
-    return "bf16" if any("bf16" in name and found is True for name, found in capabilities.items()) else "fp32"
+    return "bf16" if "bf16" in native_precisions() else "fp32"
 
 
 class MixedPrecision(Stateful):

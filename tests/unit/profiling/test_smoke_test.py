@@ -66,7 +66,7 @@ def loop(monkeypatch):
 
 
 def test_a_hopeless_candidate_never_runs_a_whole_step(loop):
-    loop.few_s["bf16"] = [1.6, 1.5]
+    loop.few_s["bf16"] = [1.6, 1.7, 1.5]
     before = fingerprint(loop.subject.model, loop.subject.optimizer)
     incumbent, rival = loop.stage(FP32, BF16)
     assert rival.code == "trial.too_slow"
@@ -77,7 +77,7 @@ def test_a_hopeless_candidate_never_runs_a_whole_step(loop):
     assert fingerprint(loop.subject.model, loop.subject.optimizer) == before
 
 
-@pytest.mark.parametrize("few_s", [[0.02], [0.1], [9.0, 0.03]])
+@pytest.mark.parametrize("few_s", [[0.02], [0.1], [9.0, 0.03], [9.0, 9.0, 0.03]])
 def test_a_first_step_of_few_rows_may_hold_what_happens_once(loop, few_s):
     loop.few_s["bf16"] = few_s
     _, rival = loop.stage(FP32, BF16)
