@@ -326,7 +326,12 @@ def _verdict(plan: Plan) -> str:
         return "Change nothing: no setting was significantly better than the unchanged loop."
     text = f"Change {plan.changes_in_words} ({plan.plan_kind} plan)"
     if plan.baseline and plan.measured and plan.verified:
-        text += f": {plan.baseline.step_s / plan.measured.step_s:.2f}x the speed in trials{_certainty(plan.verified)}"
+        # The bounds are those of a mean of logarithms, so their geometric mean is the estimate that they belong to.
+        low, high = plan.verified
+        is_known = all(map(math.isfinite, plan.verified)) and low > 0
+        speed = math.sqrt(low * high) if is_known else plan.baseline.step_s / plan.measured.step_s
+        of = f"of the {plan.reference.describe()} loop"
+        text += f": {speed:.2f}x the speed {of} in trials{_certainty(plan.verified)}"
     elif plan.baseline and plan.predicted:
         where = f" on {plan.target_device}" if plan.target_device else ""
         ran = "not run" if plan.measured is None else "not compared with the loop in paired runs"
