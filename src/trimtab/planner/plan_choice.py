@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,7 +15,7 @@ from trimtab.planner import explain, search_space, selection
 from trimtab.planner.cost_model import CostModel
 from trimtab.planner.recommendations import advice_of
 from trimtab.planner.search_space import PricedCandidate
-from trimtab.planner.statistics import MIN_PAIRS_FOR_VERDICT
+from trimtab.planner.statistics import MIN_PAIRS_FOR_VERDICT, resolution
 from trimtab.planner.trial_statistics import speed_ratio
 from trimtab.plans.plan import Plan
 from trimtab.plans.profile import Candidate, Profile, is_final
@@ -113,6 +114,7 @@ def _plan(
         predicted=_predicted(profile, winner),
         measured=_measured(profile, winner),
         verified=None if speed is None else (speed.low, speed.high),
+        timing_noise=_timing_noise(decision.outcome),
         stands_between=None if weighs else search_space.stands_between(found, winner, reference),
         front=tuple(point.shown for point in search_space.front(found, with_energy=counts)),
         meter=profile.meter,
@@ -120,6 +122,12 @@ def _plan(
         advice=advice_of(profile, _measured(profile, reference), _measured(profile, winner), winner),
         notes=(*profile.notes, *_notes_of_memory(profile, winner, budget)),
     )
+
+
+def _timing_noise(outcome: selection.FinalOutcome | None) -> float | None:
+    """Return the resolution of the deciding final's A/A control; None without a control."""
+    noise = resolution(None if outcome is None else outcome.control)
+    return noise if math.isfinite(noise) else None
 
 
 def _notes_of_memory(profile: Profile, winner: Candidate, budget: Budget) -> Iterator[Note]:

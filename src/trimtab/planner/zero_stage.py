@@ -280,7 +280,9 @@ def _cost(plan: Plan, job: _Job, way: Way, margin: float) -> StageCost | None:
         plan = with_fastest_communication(plan, job.calibration, shape)
     cost = _as_sent(plan, job.calibration, shape)
     measured = None if ran is None or ran.refusal else MeasuredCost(ran.window_s, ran.peak_bytes)
-    bare = replace(plan, baseline=None, measured=measured, verified=None, front=(), stands_between=None)
+    bare = replace(
+        plan, baseline=None, measured=measured, verified=None, timing_noise=None, front=(), stands_between=None
+    )
     told = replace(bare, predicted=MeasuredCost(cost.total_s, peak))
     slower = 1.0 if ran is not None else job.rehearsed.slower(way)
     return StageCost(way, told, cost, margin, ran, slower)

@@ -104,6 +104,8 @@ class Plan(_Choices):  # type: ignore[misc]
         predicted: predicted cost of the chosen settings.
         measured: cost measured in the final trials against the reference, or None.
         verified: 95% interval of the speed-up over the reference in the final trials; None if not tried.
+        timing_noise: largest relative difference of identical runs in the final trials that the timing does not
+            resolve (A/A control); None if not tried.
         stands_between: range of the memory weight, as a fraction of the weights of time and memory, in which the
             choice stays best; None if unknown.
         front: Pareto front of all settings considered, fastest first.
@@ -128,6 +130,7 @@ class Plan(_Choices):  # type: ignore[misc]
     predicted: MeasuredCost | None = None
     measured: MeasuredCost | None = None
     verified: tuple[float, float] | None = None
+    timing_noise: float | None = None
     stands_between: tuple[float, float] | None = None
     front: tuple[FrontPoint, ...] = ()
     stages: tuple[ZeroStageCost, ...] = ()
@@ -305,6 +308,9 @@ def _explain(plan: Plan) -> str:
         lines += ["", f"check: {verdict}: {plan.check.reason}"]
     if plan.proof is not None:
         lines.append(f"proof: {plan.proof.reason}")
+    if plan.timing_noise is not None:
+        noise = f"{100 * plan.timing_noise:.2g}%"
+        lines.append(f"timing noise: identical runs of the loop differed by up to {noise} in the trials")
     if plan.stands_between is not None:
         low, high = plan.stands_between
         lines.append(f"objective: the same plan is chosen for memory weights from {low:.2g} to {high:.2g}")
@@ -383,5 +389,5 @@ def without_graphs(plan: Plan, why: str) -> Plan:
     chosen = replace(
         plan.compiled, value=without, reason=reason, changed=without, rejected=rejected, code="graphs.removed"
     )
-    figures: dict[str, Any] = {"predicted": None, "measured": None, "verified": None, "stands_between": None}
+    figures = dict.fromkeys(("predicted", "measured", "verified", "timing_noise", "stands_between"))
     return plan.having(compiled=chosen, front=(), **figures)

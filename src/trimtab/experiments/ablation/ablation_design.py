@@ -48,7 +48,9 @@ def with_only(plan: Plan, kept: Collection[str], reference: Reference) -> Plan:
     if "recompute" in values:
         values["recompute_blocks"] = ()
     # These fields describe the whole plan, so they do not apply to a reduced one.
-    return replace(plan, **values, predicted=None, measured=None, verified=None, front=(), stages=(), advice=())
+    return replace(
+        plan, **values, predicted=None, measured=None, verified=None, timing_noise=None, front=(), stages=(), advice=()
+    )
 
 
 def _loop_values(plan: Plan, reference: Reference) -> dict[str, Scalar]:
