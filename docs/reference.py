@@ -37,7 +37,7 @@ changes the training. Planning changes settings of the last kind only if `adapt`
 <!-- made by `make docs` from src/trimtab/settings -->
 """
 CONFLICTS_TITLE = """
-## Combinations that a plan cannot have
+## Invalid combinations
 
 | setting | with | example |
 |---|---|---|"""

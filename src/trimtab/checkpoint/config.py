@@ -197,12 +197,19 @@ def world_of(
     }
 
 
-def _changed_items(plan: str) -> set[str]:
-    """Return the parts of a plan's text that differ from a setting's default.
+def _differing_names(one: str, other: str) -> set[str]:
+    """Return the names of the parts in which the texts of two plans differ.
 
     A setting that was added after a checkpoint was saved is missing in its text and had its default then.
     """
-    return set(plan.split(_BETWEEN)) - {f"{name}={setting.default}" for name, setting in SETTINGS.items()}
+    defaults = {f"{name}={setting.default}" for name, setting in SETTINGS.items()}
+    apart = set(one.split(_BETWEEN)) ^ set(other.split(_BETWEEN))
+    return {part.partition("=")[0] for part in apart - defaults}
+
+
+def _named(plan: str, names: Collection[str]) -> str:
+    """Return the parts of a plan's text with some names."""
+    return _BETWEEN.join(part for part in plan.split(_BETWEEN) if part.partition("=")[0] in names)
 
 
 def changes(saved: Mapping[str, str], now: Mapping[str, str]) -> dict[str, tuple[str, str]]:
@@ -216,12 +223,10 @@ def changes(saved: Mapping[str, str], now: Mapping[str, str]) -> dict[str, tuple
         had, has = (text.split(_BETWEEN) for text in found[_THREADS])
         if all(has[rank % len(has)] == had[rank % len(had)] for rank in range(int(now["ranks"]))):
             del found[_THREADS]
-    if "plan" in found and _changed_items(found["plan"][0]) == _changed_items(found["plan"][1]):
-        del found["plan"]
     if "plan" in found:
-        pairs = list(zip(*(text.split(", ") for text in found["plan"]), strict=False))
-        apart = [pair for pair in pairs if pair[0] != pair[1]] or pairs
-        found["plan"] = ", ".join(then for then, _ in apart), ", ".join(now for _, now in apart)
+        then, now_planned = found.pop("plan")
+        if names := _differing_names(then, now_planned):
+            found["plan"] = _named(then, names), _named(now_planned, names)
     return found
 
 

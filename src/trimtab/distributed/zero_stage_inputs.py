@@ -24,6 +24,7 @@ from trimtab.plans.plan import Plan
 from trimtab.plans.profile import SAME_BYTES, Candidate, Profile, TracedCandidate
 from trimtab.profiling.candidate_traces import MIN_SAMPLES, trace_here
 from trimtab.profiling.communication_profile import step_shape
+from trimtab.settings import OWN_PHASE
 from trimtab.training.batch import BY_CONTAINERS, to_device
 from trimtab.training.run import LossFn
 
@@ -104,9 +105,13 @@ def of_replicas(profile: Profile, why: str) -> Plan:
 
 
 def with_traces(profile: Profile, loop: RankLoop, progress: Callable[[str], None]) -> Profile:
-    """Return the profile with traces of all traceable candidates that ran, for comparison with a rank's traces."""
-    traces = list[TracedCandidate]()
-    for candidate in _unlike(trial.candidate for trial in profile.trials if trial.block_s):
+    """Return the profile with traces of all traceable candidates that ran, for comparison with a rank's traces.
+
+    A trace applies no settings of `OWN_PHASE`, so candidates with another value than the loop's are left out.
+    """
+    own, traces = profile.reference_candidate, list[TracedCandidate]()
+    ran = (trial.candidate for trial in profile.trials if trial.block_s)
+    for candidate in _unlike(each for each in ran if not set(each.differences(own)) & set(OWN_PHASE)):
         progress(f"tracing: {candidate.describe()}")
         traced = trace_here(*loop, candidate)
         traces += [] if traced is None else [traced]

@@ -27,7 +27,7 @@ from trimtab.core.step_phases import RooflineBound
 from trimtab.planner import recompute_candidates
 from trimtab.planner.trial_statistics import ratio_by_longest
 from trimtab.plans.profile import SAME_BYTES, SLICED, Candidate, Profile, TracedCandidate, Trial
-from trimtab.settings import NOT_MODES
+from trimtab.settings import NOT_MODES, OWN_PHASE
 
 # Roofline model (Williams et al. 2009): an operator's time is the maximum of its compute time and its memory time.
 
@@ -125,9 +125,7 @@ MARGIN = 0.02
 CONVOLUTIONS, ALLOCATOR, ROOFLINE = 0.15, 0.05, 1 / 3
 # All settings of a candidate except its mode and the way to run the model.
 BUT_WAY = tuple(name for name in NOT_MODES if name != "compiled")
-# Settings with a search phase of their own that is named after them: all without a special rule in the search.
-OWN_PHASE = tuple(name for name in NOT_MODES if name not in (*SAME_BYTES, "loss_chunk", "compiled", "recompute"))
-# Search phases that try values of one setting beside a mode, from which its saving is known.
+# Search phases that compare values of a setting with a mode, and the setting: the source of its saving.
 _PHASES = (
     ("optimizer", "fused_optimizer"),
     ("head", "loss_chunk"),
@@ -209,7 +207,8 @@ class CostModel:
     def _scaled(self, candidate: Candidate) -> int | None:
         """Return the peak of a candidate with settings of `OWN_PHASE`; None without such settings or a known peak.
 
-        The peak without each setting, times the ratio of the peaks that were counted with and without it.
+        The peak without each setting, plus the difference of the peaks that were counted with and without it. A saving
+        is assumed to shrink with the micro-batch, an increase to be constant up to the tried size.
         """
         for name in OWN_PHASE:
             value = getattr(candidate, name)
@@ -220,7 +219,9 @@ class CostModel:
             ours = next((trial for trial in others if getattr(trial.candidate, name) == value), None)
             if peak is None or first is None or ours is None or not (first.peak_bytes and ours.peak_bytes):
                 return None
-            return math.ceil(peak * ours.peak_bytes / first.peak_bytes)
+            more, share = ours.peak_bytes - first.peak_bytes, candidate.micro_batch / first.candidate.micro_batch
+            added = more * (max(1.0, share) if more > 0 else min(1.0, share))
+            return math.ceil(peak + added + self.margin * abs(added))
         return None
 
     def _power_w(self, candidate: Candidate) -> float | None:
@@ -308,7 +309,7 @@ class CostModel:
         return None
 
     def _parts_of(self, candidate: Candidate, *but: str) -> float:
-        """Return the savings of the settings that were tried beside a mode, except `but`, relative to the unit step."""
+        """Return the savings of the settings compared with a mode, except `but`, relative to the unit step."""
         names = (name for name in _SAVING if name not in but)
         return sum(self._saved.get((name, getattr(candidate, name)), 0.0) for name in names)
 

@@ -7,7 +7,9 @@ from dataclasses import dataclass, replace
 
 from trimtab.core.choice import is_recorded
 from trimtab.core.memory_model import PeakMemoryModel
+from trimtab.planner.search_space import is_in_conflict
 from trimtab.plans.profile import SAME_BYTES, Candidate, Profile, RecomputableBlocks, TracedCandidate, Trial
+from trimtab.settings import OWN_PHASE
 
 # Peak memory of a rank, by ZeRO stage.
 
@@ -31,7 +33,7 @@ class RankPeakMemory:
     sliced: PeakMemoryModel
 
 
-_BUT = (*SAME_BYTES, "recompute")
+_BUT = (*SAME_BYTES, "recompute", *OWN_PHASE)
 
 
 def steps_shards_fused(optimizer: str) -> bool:
@@ -55,6 +57,8 @@ def profile_for_stage(profile: Profile, engine: str, stage: int) -> Profile:
     def goes(candidate: Candidate) -> bool:
         has_layout = candidate.memory_layout != "keep" and (stage >= 2 or engine == "deepspeed")
         fits = not has_layout and (stage < 2 or fuses or not candidate.fused_optimizer)
+        if is_in_conflict(candidate, zero_stage=stage, engine=engine):
+            return False
         return fits and not (engine == "deepspeed" and (candidate.precision == "fp16" or candidate.compiled))
 
     return replace(

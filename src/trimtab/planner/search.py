@@ -29,11 +29,11 @@ from functools import partial
 from trimtab.core.choice import Note
 from trimtab.core.objective import PRECISIONS, Budget, Objective
 from trimtab.planner import compile_policy
-from trimtab.planner.cost_model import OWN_PHASE, CostModel, head_tokens, sizes_to_consider
+from trimtab.planner.cost_model import CostModel, head_tokens, sizes_to_consider
 from trimtab.planner.search_space import WORTH_A_RUN, lightest, priced_candidates, put_first
 from trimtab.planner.trial_statistics import over_budget, reason_unfit
 from trimtab.plans.profile import ALONE, FINAL, SAME_BYTES, SLICED, Candidate, Profile, is_final
-from trimtab.settings import NOT_MODES, SETTINGS
+from trimtab.settings import NOT_MODES, OWN_PHASE, SETTINGS
 from trimtab.settings.precision import precision_refusal
 
 STAGES = ("modes", "optimizer", "head", *OWN_PHASE, "sizes", "graphs", "compile", FINAL)
@@ -232,7 +232,8 @@ def next_recomputables(
 
 def _to_measure(profile: Profile, candidate: Candidate) -> Candidate:
     alike = (mode for mode in CostModel(profile).modes if mode.alike(candidate, *NOT_MODES))
-    return next((mode.having(loss_chunk=candidate.loss_chunk) for mode in alike), candidate)
+    kept = {name: getattr(candidate, name) for name in ("loss_chunk", *OWN_PHASE)}
+    return next((mode.having(**kept) for mode in alike), candidate)
 
 
 def _next_final(profile: Profile, objective: Objective, budget: Budget) -> SearchPhase | None:
@@ -319,7 +320,8 @@ def _own_phase(name: str, profile: Profile, budget: Budget) -> tuple[Candidate, 
     first, setting = _fastest(profile), SETTINGS[name]
     if setting.refusal(profile) is not None:
         return (first,)
-    return first, *(first.having(**{name: value}) for value in setting.candidates(profile, first))
+    tried = (first.having(**{name: value}) for value in setting.candidates(profile, first))
+    return tuple(dict.fromkeys((first, *tried)))
 
 
 def _small_chunk(profile: Profile, first: Candidate, beside: Sequence[Candidate]) -> tuple[Candidate, ...]:

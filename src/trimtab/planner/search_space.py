@@ -11,7 +11,7 @@ from trimtab.core.choice import FrontPoint, Note, Scalar
 from trimtab.core.objective import Budget, Cost, Objective
 from trimtab.planner import recompute_candidates
 from trimtab.planner.compile_policy import paying_modes, tried
-from trimtab.planner.cost_model import OWN_PHASE, CostModel, PredictedCost, is_in_chunks, sizes_to_consider
+from trimtab.planner.cost_model import CostModel, PredictedCost, is_in_chunks, sizes_to_consider
 from trimtab.planner.statistics import is_gain
 from trimtab.planner.trial_statistics import (
     FREE_SPEED,
@@ -24,6 +24,8 @@ from trimtab.planner.trial_statistics import (
     unknown_energy,
 )
 from trimtab.plans.profile import SLICED, Candidate, Profile, is_final
+from trimtab.settings import OWN_PHASE, SETTINGS
+from trimtab.settings.conflicts import find_conflict
 
 # The optimizer step is timed alone, so that small gains are significant; the saving must be this fraction of a whole
 # step.
@@ -92,11 +94,19 @@ def _combined(profile: Profile, model: CostModel, budget: Budget) -> Iterator[Ca
                 for rows, is_fused, compiled, more in grid:
                     part = mode.having(micro_batch=rows, fused_optimizer=is_fused, allocator=allocator)
                     part = part.having(loss_chunk=chunk, compiled=compiled, **more)
+                    if is_in_conflict(part):
+                        continue
                     if not is_in_chunks(profile, part):
                         continue  # not chunked in effect, and no trace of chunks applies
                     yield part
                     for schedule in recompute_candidates.schedules(profile, part, budget, model.chain_margin):
                         yield part.having(recompute=schedule)
+
+
+def is_in_conflict(candidate: Candidate, **shared: Scalar) -> bool:
+    """Return True if no plan can have a candidate's values, on one process or with the sharding settings `shared`."""
+    values = {name: getattr(candidate, name, setting.default) for name, setting in SETTINGS.items()}
+    return find_conflict(values | {"num_ranks": 1} | shared) is not None
 
 
 def _others(profile: Profile) -> Iterator[dict[str, Scalar]]:

@@ -18,7 +18,7 @@ from trimtab.core.errors import FormatError
 from trimtab.core.hardware import DeviceSpec
 from trimtab.core.memory_model import Operation, PeakMemoryModel, StepWork
 from trimtab.core.objective import ASSUMED_REFERENCE, Budget, Objective, Reference
-from trimtab.settings import SEARCHED
+from trimtab.settings import SAME_PEAK, SEARCHED
 
 PROFILE_SCHEMA = 11
 # Search phase that times the optimizer step alone.
@@ -35,7 +35,7 @@ FINAL = "final"
 
 
 # Settings that a memory model of a candidate holds for: it is a function of the micro-batch, and others hardly matter.
-SAME_BYTES = ("micro_batch", *(name for name, setting in SEARCHED.items() if not setting.changes_peak))
+SAME_BYTES = ("micro_batch", *SAME_PEAK)
 
 
 def is_final(stage: str) -> bool:

@@ -42,6 +42,7 @@ from trimtab.profiling.rounding_tolerance import (
     total,
 )
 from trimtab.profiling.training_loop import TrainingLoop
+from trimtab.settings import SEARCHED
 from trimtab.state.loop_state import LoopState
 from trimtab.state.object_snapshots import host_copy
 from trimtab.training.accumulation import or_one
@@ -164,7 +165,8 @@ def refuted_settings(
 
 
 def _changed(candidate: Candidate, reference: Candidate) -> tuple[str, ...]:
-    return candidate.differences(reference)
+    """Return the settings that differ, those that a failed proof is most likely due to first."""
+    return tuple(sorted(candidate.differences(reference), key=lambda name: SEARCHED[name].blamed_last))
 
 
 def with_proof(

@@ -1,4 +1,4 @@
-"""Settings that a plan can change: one file per setting, or per family of settings that only make sense together."""
+"""Settings of a plan: a file per setting, or per family of dependent settings."""
 
 from __future__ import annotations
 
@@ -47,8 +47,14 @@ SETTINGS: Mapping[str, Setting] = {
 }
 # Settings that planning tries in trials: the fields of `Candidate`.
 SEARCHED: Mapping[str, Setting] = {name: each for name, each in SETTINGS.items() if each.is_searched}
-# Searched settings other than the modes (precision and memory format), relative to which their cost is measured.
-NOT_MODES = tuple(name for name, each in SEARCHED.items() if not each.is_mode)
+# The cost of searched settings is measured relative to a mode: a precision with a memory format.
+MODES = ("precision", "memory_layout")
+NOT_MODES = tuple(name for name in SEARCHED if name not in MODES)
+# Settings that hardly change the peak memory of a step.
+SAME_PEAK = ("allocator", "fused_optimizer")
+# Searched settings with their own rules in the search; every other searched setting has a phase named after it.
+SPECIAL = ("micro_batch", *MODES, *SAME_PEAK, "loss_chunk", "recompute", "compiled")
+OWN_PHASE = tuple(name for name in SEARCHED if name not in SPECIAL)
 # Settings that act between the backward pass and the optimizer step.
 IN_STEP: Mapping[str, Setting] = {name: each for name, each in SETTINGS.items() if each.acts_in_step}
 

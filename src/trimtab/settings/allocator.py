@@ -1,4 +1,4 @@
-"""Host allocator: keep freed memory in the process, so that a step does not fault its pages in again (CPU training)."""
+"""Host allocator: freed memory kept in the process saves page faults of the next step (CPU training)."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class Allocator(Setting):
     values = "keep or retain"
     examples = ("retain",)
     is_searched = True
+    blamed_last = True
     value_type = str
-    changes_peak = False
 
     def check(self, value: Scalar, plan: Plan) -> None:
         one_of(self, value, ALLOCATORS)

@@ -1,6 +1,6 @@
-"""Interface of a setting: what a plan can choose for one property of a training loop, and how the choice is applied.
+"""Interface of a setting: values of a property of the training loop, their selection, application and undo.
 
-A setting is a class in a file of its own, with one instance in `trimtab.settings.SETTINGS`. Plans, candidates, the
+A setting is a class in a separate file, with an instance in `trimtab.settings.SETTINGS`. Plans, candidates, the
 search, explanations, checkpoints, the documentation table and the generated equivalence tests read that list, so a new
 setting needs no change to them. Reading a plan must not import torch: `apply` and `require` import it when called.
 """
@@ -28,12 +28,12 @@ UNCHANGED = "plan.unchanged"  # Code of the choices that keep the user's value.
 
 @dataclass
 class LiveLoop:
-    """The objects of a training loop that a plan is applied to.
+    """Objects of a training loop for the application of a plan.
 
     Args:
-        called: the model as the loop calls it: `model` or its wrapper.
+        called: the callable of the loop: `model` or a wrapper of `model`.
         note_forward: called before every forward of the model.
-        compiled_call: set by the setting `compiled`: the object that replaces the model's call.
+        compiled_call: replacement of the model's call, set by the setting `compiled`.
     """
 
     model: nn.Module
@@ -50,23 +50,22 @@ class LiveLoop:
 
 
 class Setting:
-    """A property of the loop that a plan can change.
+    """Property of the loop with the values of a plan.
 
     Attributes:
         name: name of the setting; a field of `Plan`, and of `Candidate` if `is_searched`.
-        default: value that leaves the user's loop unchanged.
-        effect: largest numerical effect of a change; decides which equivalence test is generated.
+        default: value of the unchanged loop.
+        effect: largest numerical effect of a change; selects the generated equivalence test.
         summary: one sentence for the documentation.
         values: accepted values in words.
         examples: changed values for the generated tests.
-        is_searched: True if planning tries values in trials of the loop.
+        is_searched: True if planning tries values in trials of the loop. A plan chosen under a memory limit assumes
+            that the peak of a step depends on the value.
         value_type: type of the values of a searched setting, for reading profiles.
-        is_mode: True if trials of whole steps are made for every value of this setting (precision, memory format); the
-            cost of other settings is measured relative to a mode.
-        changes_peak: False if the peak memory of a step hardly depends on the value.
+        blamed_last: True if a failed proof is due to this setting only if no single other change explains the failure.
         shards_first: True if the setting must be applied before the model is sharded.
-        acts_in_step: True if the setting acts between the backward pass and the optimizer step, which a loop that steps
-            within the backward pass does not have.
+        acts_in_step: True if the setting acts between backward pass and optimizer step; not supported by loops with
+            optimizer steps within the backward pass.
         trainer_decides: True if a trainer's own configuration decides the setting (Transformers, Lightning,
             Accelerate).
     """
@@ -79,8 +78,7 @@ class Setting:
     examples: ClassVar[tuple[Scalar, ...]]
     is_searched: ClassVar[bool] = False
     value_type: ClassVar[Any] = Scalar
-    is_mode: ClassVar[bool] = False
-    changes_peak: ClassVar[bool] = True
+    blamed_last: ClassVar[bool] = False
     shards_first: ClassVar[bool] = False
     acts_in_step: ClassVar[bool] = False
     trainer_decides: ClassVar[bool] = False
@@ -95,11 +93,14 @@ class Setting:
         return Choice(self.default, "unchanged", self.effect, code=UNCHANGED)
 
     def check(self, value: Scalar, plan: Plan) -> None:
-        """Raise `ValueGivenError` or `FormatError` if a plan cannot have a value, regardless of its other settings."""
+        """Raise `ValueGivenError` or `FormatError` if a plan does not accept a value.
+
+        Invalid combinations with another setting belong in `trimtab.settings.conflicts`.
+        """
         raise NotImplementedError
 
     def is_shown(self, values: Mapping[str, Scalar]) -> bool:
-        """Return True if a plan with these values lists the setting; False where it cannot have an effect."""
+        """Return True if the setting can have an effect in a plan with some values, and is listed."""
         return True
 
     # Selection.
@@ -113,15 +114,15 @@ class Setting:
         return None
 
     def candidates(self, profile: Profile, best: Candidate) -> Sequence[Scalar]:
-        """Return the values to try, each together with the other settings of the best candidate so far.
+        """Return the values to try, each together with the fastest precision and memory format (`best`).
 
-        The search runs them in a phase of the setting's own, beside the best candidate. Settings whose trials are
-        special (`search.STAGES`) leave this empty.
+        The search runs the values in a phase named after the setting, and combines successful values with all settings.
+        Required for a searched setting, except those in `trimtab.settings.SPECIAL`.
         """
         return ()
 
     def label(self, value: Scalar) -> str:
-        """Return a value as part of a candidate's description, such as "bf16"; "" if there is nothing to say."""
+        """Return a value as part of a candidate's description, such as "bf16"; "" for the default."""
         return "" if value == self.default else f"{self.name.replace('_', ' ')} {value}"
 
     def phrase(self, value: Scalar) -> str:
@@ -139,7 +140,7 @@ class Setting:
 
 
 def one_of(setting: Setting, value: Scalar, allowed: Sequence[str]) -> None:
-    """Raise `ValueGivenError` unless a value is one of some names."""
+    """Raise `ValueGivenError` unless a value is among some names."""
     validation.one_of(setting.field, value, allowed)
 
 

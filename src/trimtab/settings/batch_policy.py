@@ -1,4 +1,4 @@
-"""Policy of the adaptive batch size; its bounds and targets are the plan's `batch_rule` (math: section 4)."""
+"""Policy of the adaptive batch size; bounds and targets are in the plan's `batch_rule` (math: section 4)."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class ClipNorm(Setting):
-    """Largest global norm of the gradients; larger gradients are scaled down to it."""
+    """Largest global norm of the gradients; larger gradients are scaled down to this norm."""
 
     name = "clip_norm"
     default = None

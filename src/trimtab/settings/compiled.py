@@ -1,6 +1,6 @@
 """Execution mode of the model: eager, compiled by torch.compile, captured as CUDA graphs, or both.
 
-Whether a mode pays is decided by `planner.compile_policy`.
+`planner.compile_policy` decides whether a mode saves more time than it takes.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Combinations of settings that a plan cannot have: one table, checked for every plan."""
+"""Invalid combinations of settings: one table, checked for every plan and for every candidate of the search."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ Values = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Conflict:
-    """A combination of values that no plan can have.
+    """An invalid combination of values.
 
     Args:
-        settings: the setting that the error names, then the setting that it conflicts with.
+        settings: the setting named by the error, and the conflicting setting.
         holds: returns True if the values are in conflict; called with the values of all settings, and `num_ranks`.
         error: returns the texts of the error: `got`, `expected`, and optionally `problem`, `hint` and `code`.
         example: values in conflict, for the test.
@@ -48,7 +48,7 @@ def _needs_stage(name: str, example: Scalar) -> Conflict:
 
 
 def _unsupported_stage(name: str, example: Scalar, stage: int) -> Conflict:
-    """Return the conflict of a sharding setting with the ZeRO stages that do not support it."""
+    """Return the conflict of a sharding setting with unsupported ZeRO stages."""
 
     def holds(values: Values) -> bool:
         changed = values["zero_stage"] is not None and values[name] != KEPT[name]
@@ -99,8 +99,12 @@ CONFLICTS = (
 )
 
 
+def find_conflict(values: Values) -> Conflict | None:
+    """Return the first conflict among the values of all settings and `num_ranks`, or None."""
+    return next((conflict for conflict in CONFLICTS if conflict.holds(values)), None)
+
+
 def check_conflicts(values: Values) -> None:
     """Raise `ValueGivenError` for the first conflict among the values of all settings and `num_ranks`."""
-    for conflict in CONFLICTS:
-        if conflict.holds(values):
-            raise ValueGivenError(f"plan.{conflict.settings[0]}", **conflict.error(values))
+    if (conflict := find_conflict(values)) is not None:
+        raise ValueGivenError(f"plan.{conflict.settings[0]}", **conflict.error(values))

@@ -34,6 +34,9 @@ class Dropout(Setting):
         if value is not None:
             validation.number(self.field, value, low=0, high=1)
 
+    def require(self, loop: LiveLoop, value: Scalar) -> None:
+        require_dropout(loop.model, float(value or 0.0))
+
     def apply(self, loop: LiveLoop, value: Scalar) -> Undo | None:
         return use_dropout(loop.model, float(value or 0.0))
 
@@ -54,14 +57,9 @@ def _probabilities(module: nn.Module) -> Iterator[str]:
             yield name
 
 
-def use_dropout(model: nn.Module, probability: float) -> Callable[[], None]:
-    """Set the probability of all active dropout modules; return a function that restores the previous values.
-
-    Raises:
-        ModelError: the model has no active dropout.
-    """
-    found = [(module, name, getattr(module, name)) for module, name in dropout_modules(model)]
-    if not found:
+def require_dropout(model: nn.Module, probability: float) -> None:
+    """Raise `ModelError` if the model has no active dropout."""
+    if not dropout_modules(model):
         raise ModelError(
             "model",
             problem=f"The plan sets dropout={probability:g}, but {type(model).__name__} has no dropout module with a "
@@ -69,6 +67,16 @@ def use_dropout(model: nn.Module, probability: float) -> Callable[[], None]:
             hint="Use a plan with dropout=None.",
             code="dropout.no_modules",
         )
+
+
+def use_dropout(model: nn.Module, probability: float) -> Callable[[], None]:
+    """Set the probability of all active dropout modules; return a function that restores the previous values.
+
+    Raises:
+        ModelError: the model has no active dropout.
+    """
+    require_dropout(model, probability)
+    found = [(module, name, getattr(module, name)) for module, name in dropout_modules(model)]
     for module, name, _ in found:
         setattr(module, name, float(probability))
 

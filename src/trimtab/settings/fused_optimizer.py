@@ -1,4 +1,4 @@
-"""Fused implementation of the optimizer: one kernel for many parameters."""
+"""Fused implementation of the optimizer: a single kernel for many parameters."""
 
 from __future__ import annotations
 
@@ -23,7 +23,6 @@ class FusedOptimizer(Setting):
     examples = (True,)
     is_searched = True
     value_type = bool
-    changes_peak = False
     shards_first = True
 
     def check(self, value: Scalar, plan: Plan) -> None:

@@ -1,4 +1,4 @@
-"""Chunked loss head: the number of tokens whose logits a `trimtab.nn.LossHead` holds at once."""
+"""Chunked loss head: the number of tokens with logits held at once by a `trimtab.nn.LossHead`."""
 
 from __future__ import annotations
 
@@ -57,6 +57,9 @@ class LossChunk(Setting):
     def phrase(self, value: Scalar) -> str:
         return "the unchunked loss head" if value is None else f"chunks of {value} tokens"
 
+    def require(self, loop: LiveLoop, value: Scalar) -> None:
+        require_heads(loop.model, int(value or 0))
+
     def apply(self, loop: LiveLoop, value: Scalar) -> Undo | None:
         return use_chunks(loop.model, int(value or 0))
 
@@ -68,14 +71,9 @@ def loss_heads(model: nn.Module) -> tuple[LossHead, ...]:
     return tuple(module for module in model.modules() if isinstance(module, LossHead))
 
 
-def use_chunks(model: nn.Module, chunk_rows: int) -> Callable[[], None]:
-    """Set the chunk size of every loss head; return a function that restores the previous sizes.
-
-    Raises:
-        ModelError: the model has no loss head.
-    """
-    heads = loss_heads(model)
-    if not heads:
+def require_heads(model: nn.Module, chunk_rows: int) -> None:
+    """Raise `ModelError` if the model has no loss head."""
+    if not loss_heads(model):
         raise ModelError(
             "plan.loss_chunk",
             got=f"{chunk_rows} for a model without a trimtab.nn.LossHead",
@@ -83,6 +81,16 @@ def use_chunks(model: nn.Module, chunk_rows: int) -> Callable[[], None]:
             hint="Use trimtab.nn.LossHead as the last layer, or a plan with loss_chunk=None.",
             code="loss_chunk.no_head",
         )
+
+
+def use_chunks(model: nn.Module, chunk_rows: int) -> Callable[[], None]:
+    """Set the chunk size of every loss head; return a function that restores the previous sizes.
+
+    Raises:
+        ModelError: the model has no loss head.
+    """
+    require_heads(model, chunk_rows)
+    heads = loss_heads(model)
     before = [(head, head.chunk_rows) for head in heads]
 
     def undo() -> None:

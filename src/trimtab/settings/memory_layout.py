@@ -1,4 +1,4 @@
-"""Memory format of images: channels_last, which convolution kernels prefer."""
+"""Memory format of images; convolution kernels prefer channels_last."""
 
 from __future__ import annotations
 
@@ -25,7 +25,6 @@ class MemoryLayout(Setting):
     examples = ("channels_last",)
     is_searched = True
     value_type = str
-    is_mode = True
     shards_first = True
 
     def check(self, value: Scalar, plan: Plan) -> None:

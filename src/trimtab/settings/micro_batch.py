@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class MicroBatch(Setting):
-    """Samples per forward and backward; the default of a plan is its whole batch."""
+    """Samples per forward and backward; the default of a plan is the whole batch."""
 
     name = "micro_batch"
     default = None

@@ -1,4 +1,4 @@
-"""Replacement of the user's optimizer for a part of the model: Muon for the matrices of its blocks."""
+"""Replacement of the user's optimizer for a part of the model: Muon for the matrices of the blocks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ OPTIMIZERS = ("user", "muon")
 
 
 class OptimizerKind(Setting):
-    """Optimizer of the matrices in the model's blocks; all other parameters keep the user's AdamW."""
+    """Optimizer of the matrices in the model's blocks; the remaining parameters keep the user's AdamW."""
 
     name = "optimizer"
     default = "user"
@@ -28,6 +28,11 @@ class OptimizerKind(Setting):
 
     def check(self, value: Scalar, plan: Plan) -> None:
         one_of(self, value, OPTIMIZERS)
+
+    def require(self, loop: LiveLoop, value: Scalar) -> None:
+        from trimtab.techniques.muon import hidden_matrices, require_muon
+
+        require_muon(hidden_matrices(loop.model, loop.optimizer))
 
     def apply(self, loop: LiveLoop, value: Scalar) -> Undo | None:
         from trimtab.techniques.muon import use_muon

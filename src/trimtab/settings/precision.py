@@ -27,8 +27,8 @@ class Precision(Setting):
     values = "fp32, tf32, bf16 or fp16"
     examples = ("bf16", "fp16")
     is_searched = True
+    blamed_last = True
     value_type = str
-    is_mode = True
 
     def check(self, value: Scalar, plan: Plan) -> None:
         one_of(self, value, PRECISIONS)
@@ -56,8 +56,8 @@ def _bitwise_only(profile: Profile) -> Note | None:
 def precision_refusal(device: DeviceSpec, precision: str) -> Note | None:
     """Return the reason not to try a precision on a device, or None.
 
-    A dtype without hardware support can make a step last minutes, so its matrix products are timed first. A precision
-    with its own instructions is never refused: the timing may have been disturbed by other processes.
+    A dtype without hardware support can make a step last minutes, so matrix products are timed first. A precision with
+    hardware instructions is never refused: other processes may have disturbed the timing.
     """
     if precision == "tf32" and device.kind != "cuda":
         return Note("precision.unsupported", f"{device.kind} does not support tf32")

@@ -1,4 +1,4 @@
-"""Activation checkpointing: which blocks of the model keep their activations and which recompute them in backward.
+"""Activation checkpointing: blocks with kept and with recomputed activations.
 
 Schedules are found by `planner.recompute_solver` from the measured blocks of the model.
 """

@@ -80,7 +80,7 @@ def rate_factor(plan: Plan, progress: float | None) -> float:
     """Return the plan's factor on the user's learning rates: the plan's scale times the schedule's value.
 
     Args:
-        progress: fraction of training completed after the window that is about to be applied; required if the plan has
+        progress: fraction of training completed after the current window; required if the plan has
             a schedule.
     """
     scale = float(plan.learning_rate_scale.value or 1.0)
@@ -102,7 +102,7 @@ def require_rates(plan: Plan, optimizer: torch.optim.Optimizer) -> None:
 
 
 def rate_unset(field: str, optimizer: torch.optim.Optimizer) -> OptimizerError:
-    """Return the error for a plan that scales learning rates and an optimizer without them."""
+    """Return the error for a plan that scales learning rates and an optimizer without learning rates."""
     return OptimizerError(
         field,
         problem=f"The plan changes the learning rate, but {type(optimizer).__name__} has lr=None and sets its own "

@@ -1,7 +1,7 @@
-"""Settings by which several ranks share a model: ZeRO stage, engine, and how gradients are reduced (paper section III).
+"""Settings of several ranks: ZeRO stage, engine, and reduction of gradients (paper section III).
 
 The stage and its communication are chosen together by `planner.zero_stage`, and applied by the backends in
-`trimtab.distributed`. All others need a ZeRO stage.
+`trimtab.distributed`. The remaining settings need a ZeRO stage.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 
 class _Shared(Setting):
+    """Setting that has no effect on an unwrapped model."""
+
     def is_shown(self, values: Mapping[str, Scalar]) -> bool:
         return values["zero_stage"] is not None
 
@@ -38,7 +40,7 @@ class ZeroStage(_Shared):
 
     def check(self, value: Scalar, plan: Plan) -> None:
         if value is not None:
-            validation.integer(self.field, value, low=0 if plan.engine.value == "torch" else 1, high=3)
+            validation.integer(self.field, value, low=1 if plan.engine.value == "deepspeed" else 0, high=3)
 
 
 class Engine(_Shared):
@@ -122,7 +124,7 @@ KEPT: dict[str, Scalar] = {setting.name: setting.default for setting in SHARDING
 
 
 def stages_with(name: str, engine: Scalar) -> tuple[int, ...]:
-    """Return the ZeRO stages at which a sharding setting can have another value than its default."""
+    """Return the ZeRO stages at which a sharding setting can differ from the default."""
     if engine == "deepspeed":
         stages = {"bucket_bytes": (1, 2, 3), "reduces_once": (2, 3), "reduce_dtype": (1, 2, 3)}
     else:

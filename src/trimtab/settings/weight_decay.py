@@ -38,20 +38,22 @@ class WeightDecay(Setting):
         if value is not None:
             validation.number(self.field, value, low=0)
 
+    def require(self, loop: LiveLoop, value: Scalar) -> None:
+        require_weight_decay(loop.optimizer)
+
     def apply(self, loop: LiveLoop, value: Scalar) -> Undo | None:
         return use_weight_decay(loop.optimizer, float(value or 0.0))
 
 
-def use_weight_decay(optimizer: torch.optim.Optimizer, decay: float) -> Callable[[], None]:
-    """Set the weight decay of all groups with weight decay; return a function that restores the previous values.
+def require_weight_decay(optimizer: torch.optim.Optimizer) -> None:
+    """Raise `OptimizerError` if no group has weight decay, or the optimizer would save the plan's value.
 
-    Raises:
-        OptimizerError: no group has weight decay, or the optimizer overrides `state_dict` or `load_state_dict` and
-            would save the plan's value.
+    An optimizer with own methods `state_dict` or `load_state_dict` would save the value.
     """
     import torch
 
-    given, mine = type(optimizer).__name__, _decaying(optimizer)
+    given = type(optimizer).__name__
+    _decaying(optimizer)
     if any(getattr(type(optimizer), name) is not getattr(torch.optim.Optimizer, name) for name in _SAVES):
         raise OptimizerError(
             "plan.weight_decay",
@@ -61,6 +63,16 @@ def use_weight_decay(optimizer: torch.optim.Optimizer, decay: float) -> Callable
             hint=f"Pass the weight decay to {given} itself, and use a plan with weight_decay=None.",
             code="weight_decay.custom_state",
         )
+
+
+def use_weight_decay(optimizer: torch.optim.Optimizer, decay: float) -> Callable[[], None]:
+    """Set the weight decay of all groups with weight decay; return a function that restores the previous values.
+
+    Raises:
+        OptimizerError: see `require_weight_decay`.
+    """
+    require_weight_decay(optimizer)
+    mine = _decaying(optimizer)
 
     def switch(optimizer: torch.optim.Optimizer) -> None:
         for at in mine:

@@ -1,1 +1,1 @@
-"""Settings that a plan can change: the code that applies each of them to a live model and undoes it."""
+"""Training techniques: code that changes a live model, optimizer or process, and undoes the change."""

@@ -12,7 +12,8 @@ from trimtab.core.errors import UsageError, ValueGivenError
 from trimtab.core.serialization import from_json, to_json
 from trimtab.plans.plan import Plan
 from trimtab.plans.profile import Candidate
-from trimtab.settings import SEARCHED, SETTINGS
+from trimtab.settings import OWN_PHASE, SEARCHED, SETTINGS, SPECIAL
+from trimtab.settings.base import Setting
 from trimtab.settings.conflicts import CONFLICTS
 
 every_setting = pytest.mark.parametrize("setting", SETTINGS.values(), ids=SETTINGS)
@@ -71,6 +72,16 @@ def test_a_candidate_has_the_searched_settings():
     }
 
 
+def test_a_searched_setting_without_a_special_rule_names_its_candidates():
+    assert set(SPECIAL) <= set(SEARCHED)
+    for name in OWN_PHASE:
+        assert type(SETTINGS[name]).candidates is not Setting.candidates
+
+
+def test_a_failed_proof_blames_precision_and_allocator_last():
+    assert [name for name, setting in SEARCHED.items() if setting.blamed_last] == ["precision", "allocator"]
+
+
 # A loop whose forward waits unless the setting is on, planned and run by a process in which the setting is listed.
 NEW_SETTING = """
 import sys, time, types
@@ -101,7 +112,7 @@ class Hurry(Setting):
 WAIT_S = 0.02
 settings.SETTINGS = {{**settings.SETTINGS, "hurry": Hurry()}}
 settings.SEARCHED = {{**settings.SEARCHED, "hurry": Hurry()}}
-settings.NOT_MODES = (*settings.NOT_MODES, "hurry")
+settings.NOT_MODES, settings.OWN_PHASE = (*settings.NOT_MODES, "hurry"), ("hurry",)
 del sys.modules["trimtab"]
 import torch
 import trimtab
