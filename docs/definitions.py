@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+_WITH_SETTINGS = ("Plan", "Candidate")  # Classes with a field for every setting.
 SOURCE = Path(__file__).parents[1] / "src"
 
 
@@ -73,11 +74,23 @@ def _in_class(scope: Defined, wanted: str) -> Defined | None:
     if not isinstance(scope.node, ast.ClassDef):
         return None
     own = _bound(scope.node.body, wanted) or next(_set_on_self(scope.node, wanted), None)
+    if own is None and scope.node.name in _WITH_SETTINGS:
+        return _setting(wanted)
     if own is not None:
         return Defined(scope.module, own)
     bases = (definition(f"{scope.module}.{base.id}") for base in scope.node.bases if isinstance(base, ast.Name))
     inherited = (_in_class(base, wanted) for base in bases if base is not None)
     return next((found for found in inherited if found is not None), None)
+
+
+def _setting(wanted: str) -> Defined | None:
+    """Return the class of a setting, which is a field of plans and candidates."""
+    for path in sorted((SOURCE / "trimtab" / "settings").glob("*.py")):
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            name = _bound(node.body, "name") if isinstance(node, ast.ClassDef) else None
+            if isinstance(name, ast.Assign) and isinstance(name.value, ast.Constant) and name.value.value == wanted:
+                return Defined(f"trimtab.settings.{path.stem}", node)
+    return None
 
 
 def _set_on_self(scope: ast.ClassDef, wanted: str) -> Iterator[ast.AST]:

@@ -22,7 +22,7 @@ import reference
 # Of what is no more: a log and a list of changes tell of names as they were.
 LOGS = ("CHANGELOG.md", "docs/LOG.md")
 LIVING = [name for name in NAMES if name not in LOGS]
-LANGUAGES = {"", "python", "console", "bash", "diff"}
+LANGUAGES = {"", "python", "console", "bash", "diff", "text"}
 EXAMPLES = {"my_task.py", "file.py"}  # of a reader's own
 TARGET = re.compile(r"^([\w-]+):", re.MULTILINE)
 
@@ -91,10 +91,11 @@ def test_symbols_exist(page: str) -> None:
         ("trimtab.plan", True),
         ("trimtab.Plan.fixed", True),
         ("trimtab.Plan.precision", True),
+        ("trimtab.Plan.precisions", False),
         ("trimtab.Run.windows", True),  # of a base class
         ("trimtab.Run.loss", True),  # set on self
         ("trimtab.errors.UsageError", True),
-        ("trimtab.plans", False),
+        ("trimtab.plans_of", False),
         ("trimtab.Run.window_s", False),
         ("trimtab.integrations.lightning.stop", False),
     ],

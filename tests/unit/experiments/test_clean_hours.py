@@ -43,7 +43,11 @@ def test_a_dry_run_says_when_and_trains_nothing(train, tmp_path):
     assert "without a pause, end at " in out
     assert "forecast 100 g CO2e (average carbon intensity), 66.7% less than starting now (300 g)" in out
     assert "in the worst case within the range of the forecast: 300 g, 200 g more than starting now" in out
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["hours.csv", "plan.json", "tiny.py"]
+    assert sorted(path.name for path in tmp_path.iterdir() if path.name != "__pycache__") == [
+        "hours.csv",
+        "plan.json",
+        "tiny.py",
+    ]
     found = json.loads(train(*dry, "--json")[1])
     assert found["saved_share"] == pytest.approx(2 / 3)
     assert found["power"].startswith("unknown: emissions assume 1000 W")
@@ -111,4 +115,4 @@ def test_what_cannot_be_is_refused_before_anything_is_measured(train, tmp_path, 
     assert all(word in err for word in words)
     assert err.endswith(f" [{code}]\n")
     assert err.count("\n") == 1
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["plan.json", "tiny.py"]
+    assert sorted(path.name for path in tmp_path.iterdir() if path.name != "__pycache__") == ["plan.json", "tiny.py"]

@@ -24,9 +24,10 @@ from trimtab.profiling import plan_proof, rounding_tolerance
 from trimtab.profiling.plan_proof import prove, refuted_settings
 from trimtab.profiling.rounding_tolerance import last_bits_moved
 from trimtab.profiling.training_loop import TrainingLoop
-from trimtab.settings import SEARCHED, optimizers
+from trimtab.settings import SEARCHED
 from trimtab.state.loop_state import LoopState
 from trimtab.state.peak_memory import peak_growth
+from trimtab.techniques import optimizers
 from trimtab.training import accumulation, run
 
 pytestmark = pytest.mark.slow
