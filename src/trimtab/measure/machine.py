@@ -9,6 +9,7 @@ import os
 import platform
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy
 import torch
@@ -141,7 +142,7 @@ def measured_cpu_bandwidth(num_threads: int) -> float:
 
 def native_precisions() -> tuple[str, ...]:
     """Return the half precisions for which this CPU has matrix or vector instructions."""
-    capabilities = getattr(torch.cpu, "get_capabilities", dict)()
+    capabilities: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
     present = [name for name, found in capabilities.items() if found is True]
     return tuple(kind for kind in ("bf16", "fp16") if any(kind in name for name in present))
 

@@ -220,7 +220,7 @@ class CostModel:
             if peak is None or first is None or ours is None or not (first.peak_bytes and ours.peak_bytes):
                 return None
             more, share = ours.peak_bytes - first.peak_bytes, candidate.micro_batch / first.candidate.micro_batch
-            added = more * (max(1.0, share) if more > 0 else min(1.0, share))
+            added: float = more * (max(1.0, share) if more > 0 else min(1.0, share))
             return math.ceil(peak + added + self.margin * abs(added))
         return None
 
