@@ -43,6 +43,9 @@ class Allocator(Setting):
         text = f"not tried: {faults:,.0f} page faults take about {100 * share:.2g}% of a step"
         return Note("allocator.few_faults", text)
 
+    def phrase(self, value: Scalar) -> str:
+        return str(value)
+
     def label(self, value: Scalar) -> str:
         return "" if value == self.default else "freed memory kept"
 

@@ -63,7 +63,7 @@ class Setting:
             that the peak of a step depends on the value.
         value_type: type of the values of a searched setting, for reading profiles.
         blamed_last: True if a failed proof is due to this setting only if no single other change explains the failure.
-        shards_first: True if the setting must be applied before the model is sharded.
+        before_sharding: True if the setting must be applied before ranks shard the model.
         acts_in_step: True if the setting acts between backward pass and optimizer step; not supported by loops with
             optimizer steps within the backward pass.
         trainer_decides: True if a trainer's own configuration decides the setting (Transformers, Lightning,
@@ -79,7 +79,7 @@ class Setting:
     is_searched: ClassVar[bool] = False
     value_type: ClassVar[Any] = Scalar
     blamed_last: ClassVar[bool] = False
-    shards_first: ClassVar[bool] = False
+    before_sharding: ClassVar[bool] = False
     acts_in_step: ClassVar[bool] = False
     trainer_decides: ClassVar[bool] = False
 
@@ -126,8 +126,11 @@ class Setting:
         return "" if value == self.default else f"{self.name.replace('_', ' ')} {value}"
 
     def phrase(self, value: Scalar) -> str:
-        """Return a value as the object of a comparison, such as "chunks of 512 tokens"."""
-        return str(value)
+        """Return a value as the object of a comparison, such as "chunks of 512 tokens" in "1.2x the speed of ..."."""
+        words = self.name.replace("_", " ")
+        if isinstance(value, bool):
+            return f"the loop {'with' if value else 'without'} {words}"
+        return f"{words} {value}"
 
     # Application.
 

@@ -23,7 +23,7 @@ class FusedOptimizer(Setting):
     examples = (True,)
     is_searched = True
     value_type = bool
-    shards_first = True
+    before_sharding = True
 
     def check(self, value: Scalar, plan: Plan) -> None:
         true_or_false(self, value)
@@ -41,6 +41,9 @@ class FusedOptimizer(Setting):
             return None
         unsupported = f"{loop.optimizer} with its current options has no fused implementation"
         return Note("optimizer.no_fused", loop.fused_refusal or unsupported)
+
+    def phrase(self, value: Scalar) -> str:
+        return f"the {'fused' if value else 'unfused'} optimizer"
 
     def label(self, value: Scalar) -> str:
         return "fused" if value else ""

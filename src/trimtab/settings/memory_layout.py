@@ -25,7 +25,7 @@ class MemoryLayout(Setting):
     examples = ("channels_last",)
     is_searched = True
     value_type = str
-    shards_first = True
+    before_sharding = True
 
     def check(self, value: Scalar, plan: Plan) -> None:
         one_of(self, value, MEMORY_LAYOUTS)
@@ -39,6 +39,9 @@ class MemoryLayout(Setting):
         if loop.layout == "channels_last":
             return Note("layout.already", "the model is already in channels_last")
         return None if loop.has_convolutions else Note("layout.no_convolutions", "the model has no convolutions")
+
+    def phrase(self, value: Scalar) -> str:
+        return str(value)
 
     def label(self, value: Scalar) -> str:
         return "" if value == self.default else str(value)

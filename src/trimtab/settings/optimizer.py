@@ -24,7 +24,7 @@ class OptimizerKind(Setting):
     examples = ("muon",)
     acts_in_step = True
     trainer_decides = True
-    shards_first = True
+    before_sharding = True
 
     def check(self, value: Scalar, plan: Plan) -> None:
         one_of(self, value, OPTIMIZERS)

@@ -39,6 +39,9 @@ class Precision(Setting):
     def refusal(self, profile: Profile) -> Note | None:
         return _bitwise_only(profile)
 
+    def phrase(self, value: Scalar) -> str:
+        return str(value)
+
     def label(self, value: Scalar) -> str:
         return str(value)
 

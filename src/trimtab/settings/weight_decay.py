@@ -32,7 +32,7 @@ class WeightDecay(Setting):
     examples = (0.5,)
     acts_in_step = True
     trainer_decides = True
-    shards_first = True
+    before_sharding = True
 
     def check(self, value: Scalar, plan: Plan) -> None:
         if value is not None:

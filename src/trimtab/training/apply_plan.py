@@ -152,7 +152,7 @@ def lay_out(model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan) -> c
     for setting, value in _values(plan):
         setting.require(loop, value)
     with contextlib.ExitStack() as undo:
-        _apply(loop, undo, shards_first=True)
+        _apply(loop, undo, before_sharding=True)
         if _steps_fused_on_cpu(optimizer):
             undo.callback(optimizer.register_step_pre_hook(memory_format.align_gradients).remove)
         return undo.pop_all()
@@ -166,9 +166,9 @@ def _values(plan: Plan) -> Iterator[tuple[Setting, Scalar]]:
             yield setting, value
 
 
-def _apply(loop: LiveLoop, undo: contextlib.ExitStack, *, shards_first: bool) -> None:
+def _apply(loop: LiveLoop, undo: contextlib.ExitStack, *, before_sharding: bool) -> None:
     for setting, value in _values(loop.plan):
-        if setting.shards_first == shards_first and (revert := setting.apply(loop, value)) is not None:
+        if setting.before_sharding == before_sharding and (revert := setting.apply(loop, value)) is not None:
             undo.callback(revert)
 
 
@@ -208,7 +208,7 @@ def apply_plan(
     with contextlib.ExitStack() as undo:
         _active.add(model)
         undo.callback(_active.discard, model)
-        _apply(loop, undo, shards_first=False)
+        _apply(loop, undo, before_sharding=False)
         call = loop.compiled_call
         if call is None:
             undo.callback(forward.watch(called))
