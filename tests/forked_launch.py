@@ -7,6 +7,7 @@ command's environment and arguments.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
@@ -16,7 +17,8 @@ import subprocess
 import sys
 import time
 import traceback
-from typing import Any, NoReturn
+from collections.abc import Iterator
+from typing import Any
 
 _LOOK_S = 0.01
 
@@ -89,7 +91,7 @@ class _ForkedRank:
         return status
 
 
-def _wait_for_command(reads: int) -> NoReturn:
+def _wait_for_command(reads: int) -> None:
     """Run the command that arrives and end; without a command, end with the launcher."""
     with open(reads) as file:
         text = file.read()
@@ -97,8 +99,7 @@ def _wait_for_command(reads: int) -> NoReturn:
         os._exit(0)
     os.setsid()
     command = json.loads(text)
-    status = 1
-    try:
+    with process_exit():
         for number, name in ((1, command["output"]), (2, command["errors"])):
             if name is not None:
                 with open(name, "ab") as file:
@@ -107,6 +108,14 @@ def _wait_for_command(reads: int) -> NoReturn:
         os.environ.update(command["env"])
         _reseed()
         _run(command["args"][1:])
+
+
+@contextlib.contextmanager
+def process_exit() -> Iterator[None]:
+    """End the process after the program in the context, with the exit status and messages of a Python interpreter."""
+    status = 1
+    try:
+        yield
         status = 0
     except SystemExit as end:
         status = end.code if isinstance(end.code, int) else int(end.code is not None)

@@ -15,11 +15,12 @@ import os
 import random
 import signal
 import sys
-import traceback
 import types
 import warnings
 from collections.abc import Sequence
 from typing import Any
+
+from forked_launch import process_exit
 
 # What ranks import, but for what few of them do; each is bare of side effects but for the warnings of torch's own.
 MODULES = (
@@ -119,8 +120,7 @@ def _be(
     told: str,
 ) -> None:
     """Be a process that runs a program, and end; what it prints is in `said`, what it tells of errors in `told`."""
-    status = 1
-    try:
+    with process_exit():
         with open(os.devnull, "rb") as nothing, open(said, "ab") as output, open(told, "ab") as errors:
             os.dup2(nothing.fileno(), 0)
             os.dup2(output.fileno(), 1)
@@ -138,17 +138,6 @@ def _be(
         main.__file__ = name
         sys.modules["__main__"] = main
         exec(compile(code, name, "exec"), vars(main))
-        status = 0
-    except SystemExit as end:
-        status = end.code if isinstance(end.code, int) else int(end.code is not None)
-        if isinstance(end.code, str):
-            sys.stderr.write(f"{end.code}\n")
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(status)  # gloo's threads may outlive the interpreter, and end it with an error
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ NAME = "run.lock"
 
 @dataclass(frozen=True)
 class LockHolder:
-    """Process that holds a folder's lock, or held it and was killed."""
+    """Holder of a folder's lock, possibly killed since."""
 
     pid: int
     host: str
@@ -60,7 +60,7 @@ class RunLock:
         _LOCKS.add(self)
 
     def release(self) -> None:
-        """Release the lock. The lock file stays, because another process may already have locked it.
+        """Release the lock. The lock file stays, because another process may hold the file's lock already.
 
         If the disk rejects the write, the file still names this process, as after a kill.
         """

@@ -112,7 +112,7 @@ def ring_link(name: str, device_name: str, ranks: int) -> Link:
 def over_nodes(inside: Link, between: Link, ranks_of_node: int) -> Link:
     """Return the equivalent single hop of a ring over several nodes, with a network port per rank.
 
-    NCCL makes as many rings as there are ports (src/graph/tuning.cc: the bus bandwidth is the sum over channels).
+    NCCL makes a ring per port (src/graph/tuning.cc: the bus bandwidth is the sum over channels).
     Each ring enters and leaves a node once, and passes through the node's ranks over the inner link. The total
     bandwidth is therefore the smaller of the node's ports together and the inner link, and one hop per node has the
     network's latency.
@@ -176,7 +176,7 @@ class DeviceSpec:
         bandwidth_bytes_s: memory bandwidth in bytes per second, or None.
         source: source of the peaks; "unknown" if there are none.
         num_threads: torch's CPU threads (0 for an accelerator).
-        native: precisions with their own instructions in a CPU; () if none is known.
+        native: half precisions with CPU instructions; () if unknown.
     """
 
     name: str

@@ -23,14 +23,14 @@ WITHOUT_METER = ("refuse", "renormalise")
 
 @dataclass(frozen=True)
 class ReadCounters:
-    """Counters read by this process: its machine's CPU, which includes whole-machine meters, and its own device."""
+    """Counters read by this process: CPU of the machine (or a whole-machine meter), and device of the process."""
 
     processor: bool = True
     device: bool = True
 
     @property
     def nothing(self) -> bool:
-        """True if other ranks read all counters."""
+        """True if this process reads no counter, because another rank reads all."""
         return not (self.processor or self.device)
 
 
@@ -41,7 +41,7 @@ class Metering:
     Args:
         watts: Power of the whole machine in watts, for an estimate instead of a meter. Results are labelled as
             estimates.
-        meter: User's meter, used instead of the built-in ones. With several ranks, one rank per machine reads it.
+        meter: User's meter, used instead of built-in meters; read by a single rank per machine.
         without: Behaviour if energy has a weight in the objective and no meter exists. "refuse" raises. "renormalise"
             drops the weight and records this in the plan. A limit on energy is always refused.
         root: Directory with the kernel's CPU energy counters.
@@ -67,7 +67,7 @@ class Metering:
 
     @property
     def is_of_machine(self) -> bool:
-        """True if the meter covers the whole machine, so that no device counter is added."""
+        """True if the meter covers the whole machine; device counters are then not added."""
         return self.watts is not None or self.meter is not None
 
 
@@ -80,7 +80,7 @@ class SelectedMeter:
 
 
 def reads_alone(device: torch.device) -> ReadCounters:
-    """Return the counters read by a process that trains alone on a device."""
+    """Return the counters read by a process without other ranks."""
     return ReadCounters(device=device.type == "cuda")
 
 
@@ -89,7 +89,7 @@ def find_meter(
 ) -> SelectedMeter:
     """Return the meter for training on a device.
 
-    A GPU needs its own counter, to which the CPU's is added if available. A CPU needs its counter.
+    A GPU needs a counter; the CPU's counter is added if available. A CPU needs a counter.
 
     Raises:
         ValueGivenError: The user's meter lacks a required attribute.
@@ -140,7 +140,7 @@ def _selected(meter: Meter, *uncounted: str) -> SelectedMeter:
 
 
 def elsewhere_meter(device: str) -> SelectedMeter:
-    """Return the absent meter of a target device that is not in this machine."""
+    """Return the absent meter of a target device outside this machine."""
     reason = f"{device} is not in this machine, and its data sheet does not contain the energy of a step"
     return _selected(NoMeter(reason))
 
@@ -148,9 +148,9 @@ def elsewhere_meter(device: str) -> SelectedMeter:
 def measurable(
     objective: Objective, budget: Budget, found: SelectedMeter, without: str = "refuse"
 ) -> tuple[Objective, MeterFacts]:
-    """Return the objective that the meter can score, and the meter's facts.
+    """Return the objective without unmeasurable terms, and the meter's facts.
 
-    Raises `ValueGivenError` if there is no meter, unless energy does not count or `without` allows dropping its weight.
+    Raises `ValueGivenError` without a meter, unless energy does not count or `without` allows dropping the weight.
     """
     if not found.facts.is_absent or (objective.energy == 0 and budget.energy is None):
         return objective, found.facts

@@ -1,8 +1,8 @@
 """CPU energy counters (RAPL) from Linux's /sys/class/powercap.
 
-The zones `intel-rapl:N` are CPU packages (also for AMD), and `intel-rapl:N:M` are their parts. Core and uncore are
-included in the package. Memory (`dram`) is not and is added. `psys` (platform) includes the packages and is used only
-if there are none. `intel-rapl-mmio` mirrors the packages. Each counter wraps around at its own range.
+The zones `intel-rapl:N` are CPU packages (also for AMD), and `intel-rapl:N:M` are parts of a package. Core and uncore
+are included in the package. Memory (`dram`) is not and is added. `psys` (platform) includes the packages and is used
+only without packages. `intel-rapl-mmio` mirrors the packages. Every counter has a range, after which it wraps around.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class RaplZone(NamedTuple):
 
 
 def zones(root: Path = ROOT) -> tuple[RaplZone, ...]:
-    """Return the counters that add up to the machine's CPUs and memory without double counting."""
+    """Return the counters of the machine's CPUs and memory, without double counting."""
     if not root.is_dir():
         reason = f"{root} does not exist; virtual machines and containers usually have no access to CPU energy counters"
         raise MeterLost(reason, code="rapl.missing")
@@ -83,13 +83,13 @@ def _millionths(name: str, path: Path) -> float:
 
 
 class Rapl:
-    """Energy meter of all CPU packages and their memory; includes the work of other processes.
+    """Energy meter of all CPU packages and their memory; includes the work of all processes.
 
     Attributes:
         period_s: Maximum seconds between readings: half the minimum time in which a counter can wrap around.
 
     Raises:
-        MeterLost: There is no counter, or a counter is unreadable.
+        MeterLost: No counter exists, or a counter is unreadable.
     """
 
     provenance = Provenance.MEASURED
@@ -117,7 +117,7 @@ class Rapl:
         return self._total
 
     def limits(self) -> tuple[PowerLimit, ...]:
-        """Return the long-term power limit of each package that reports it."""
+        """Return the long-term power limits, if reported, by package."""
         packages = [zone for zone in self._zones if not zone.name.endswith("dram")]
         found = [(zone.name, _watts(zone, "power_limit"), _watts(zone, "max_power")) for zone in packages]
         return tuple(PowerLimit(name, watts, None, highest) for name, watts, highest in found if watts is not None)

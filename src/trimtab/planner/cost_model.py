@@ -27,7 +27,7 @@ from trimtab.core.step_phases import RooflineBound
 from trimtab.planner import recompute_candidates
 from trimtab.planner.trial_statistics import ratio_by_longest
 from trimtab.plans.profile import SAME_BYTES, SLICED, Candidate, Profile, TracedCandidate, Trial
-from trimtab.settings import NOT_MODES, OWN_PHASE
+from trimtab.settings import NOT_MODES, OWN_PHASE, SAME_PEAK
 
 # Roofline model (Williams et al. 2009): an operator's time is the maximum of its compute time and its memory time.
 
@@ -409,7 +409,7 @@ class CostModel:
 
     def _counted(self, candidate: Candidate) -> int | None:
         """Return the bytes counted in a trial; the allocator mode and a fused step hardly change memory."""
-        alike = [t for t in self._weighed() if t.candidate.alike(candidate, *SAME_BYTES[1:])]
+        alike = [t for t in self._weighed() if t.candidate.alike(candidate, *SAME_PEAK)]
         same = [t for t in alike if t.candidate.fused_optimizer == candidate.fused_optimizer]
         return next((trial.peak_bytes for trial in reversed(same or alike)), None)
 

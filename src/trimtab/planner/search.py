@@ -96,7 +96,7 @@ class BlockMeasurements:
     """Request to measure the blocks of candidates' models for recomputation.
 
     Args:
-        needed: the part of the candidates to measure if there is no time for all.
+        needed: candidates to measure if there is no time for all.
     """
 
     candidates: tuple[Candidate, ...]
@@ -112,15 +112,15 @@ def next_measurement(
     budget: Budget,
     *,
     always: bool = False,
-    untraceable: Collection[Candidate] = (),
+    requested: Collection[Candidate] = (),
 ) -> Measurement | None:
-    """Return what to measure next; None at the end of the search. A pure function, so a recorded profile replays it.
+    """Return the next measurement; None at the end of the search. A pure function, so a recorded profile replays it.
 
     Args:
-        always: measure also what only other limits or a target device need.
-        untraceable: candidates whose memory could not be traced.
+        always: include measurements for other limits and for target devices.
+        requested: candidates of earlier requests for traces, including candidates that could not be traced.
     """
-    traces = tuple(c for c in next_traces(profile, objective, budget, always=always) if c not in untraceable)
+    traces = tuple(c for c in next_traces(profile, objective, budget, always=always) if c not in requested)
     if traces:
         return MemoryTraces(traces)
     stage = next_stage(profile, objective, budget)

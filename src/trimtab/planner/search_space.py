@@ -24,8 +24,8 @@ from trimtab.planner.trial_statistics import (
     unknown_energy,
 )
 from trimtab.plans.profile import SLICED, Candidate, Profile, is_final
-from trimtab.settings import OWN_PHASE, SETTINGS
-from trimtab.settings.conflicts import find_conflict
+from trimtab.settings import OWN_PHASE, SEARCHED, SETTINGS
+from trimtab.settings.conflicts import CONFLICTS, find_conflict
 
 # The optimizer step is timed alone, so that small gains are significant; the saving must be this fraction of a whole
 # step.
@@ -34,6 +34,8 @@ WORTH_FUSING = 0.01
 WORTH_A_RUN = 0.99
 # A change with a smaller predicted gain is doubted: the candidate without it also runs.
 DOUBTED = 1.1
+# Conflicts of searched settings; the search makes thousands of candidates.
+_CONFLICTS = tuple(conflict for conflict in CONFLICTS if SEARCHED.keys() & set(conflict.settings))
 _MOST_DOUBTED = 3
 
 
@@ -105,8 +107,10 @@ def _combined(profile: Profile, model: CostModel, budget: Budget) -> Iterator[Ca
 
 def is_in_conflict(candidate: Candidate, **shared: Scalar) -> bool:
     """Return True if no plan can have a candidate's values, on one process or with the sharding settings `shared`."""
+    if not _CONFLICTS:
+        return False
     values = {name: getattr(candidate, name, setting.default) for name, setting in SETTINGS.items()}
-    return find_conflict(values | {"num_ranks": 1} | shared) is not None
+    return find_conflict(values | {"num_ranks": 1} | shared, _CONFLICTS) is not None
 
 
 def _others(profile: Profile) -> Iterator[dict[str, Scalar]]:

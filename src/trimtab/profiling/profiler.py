@@ -334,20 +334,20 @@ class _Search:
         return self._with_traces_for_others(profile) if self.traces else profile
 
     def _search(self, profile: Profile) -> Profile:
-        untraceable: set[Candidate] = set()
+        requested: set[Candidate] = set()
         while True:
             self.snapshot.restore()  # Also undoes changes that the checks before the first phase left in the loss.
             spent_s = time.perf_counter() - self.start
             profile = replace(profile, over_time_budget=profile.over_time_budget or is_hurried(profile, spent_s))
             wanted = next_measurement(
-                profile, profile.objective, profile.budget, always=self.traces, untraceable=untraceable
+                profile, profile.objective, profile.budget, always=self.traces, requested=requested
             )
             if wanted is None:
                 profile, is_over = with_proof(self.subject, profile, self.progress, self.snapshot)
                 if is_over:
                     return profile
             elif isinstance(wanted, MemoryTraces):
-                untraceable.update(wanted.candidates)
+                requested.update(wanted.candidates)
                 found = trace_candidates(self.subject, wanted.candidates, self.progress, self.guard, self.notes)
                 profile = replace(profile, traces=profile.traces + found)
             elif isinstance(wanted, BlockMeasurements):

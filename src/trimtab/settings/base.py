@@ -59,8 +59,7 @@ class Setting:
         summary: one sentence for the documentation.
         values: accepted values in words.
         examples: changed values for the generated tests.
-        is_searched: True if planning tries values in trials of the loop. A plan chosen under a memory limit assumes
-            that the peak of a step depends on the value.
+        is_searched: True if planning tries values in trials of the loop.
         value_type: type of the values of a searched setting, for reading profiles.
         blamed_last: True if a failed proof is due to this setting only if no single other change explains the failure.
         before_sharding: True if the setting must be applied before ranks shard the model.

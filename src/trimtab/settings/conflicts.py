@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -99,9 +99,9 @@ CONFLICTS = (
 )
 
 
-def find_conflict(values: Values) -> Conflict | None:
+def find_conflict(values: Values, conflicts: Sequence[Conflict] = CONFLICTS) -> Conflict | None:
     """Return the first conflict among the values of all settings and `num_ranks`, or None."""
-    return next((conflict for conflict in CONFLICTS if conflict.holds(values)), None)
+    return next((conflict for conflict in conflicts if conflict.holds(values)), None)
 
 
 def check_conflicts(values: Values) -> None:

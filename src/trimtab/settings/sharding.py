@@ -124,9 +124,9 @@ KEPT: dict[str, Scalar] = {setting.name: setting.default for setting in SHARDING
 
 
 def stages_with(name: str, engine: Scalar) -> tuple[int, ...]:
-    """Return the ZeRO stages at which a sharding setting can differ from the default."""
+    """Return the ZeRO stages that support another value than the default, for a setting with limited support."""
     if engine == "deepspeed":
-        stages = {"bucket_bytes": (1, 2, 3), "reduces_once": (2, 3), "reduce_dtype": (1, 2, 3)}
+        stages: dict[str, tuple[int, ...]] = {"bucket_bytes": (1, 2, 3), "reduces_once": (2, 3)}
     else:
-        stages = {"bucket_bytes": (0, 1), "powersgd_rank": (0,), "reduces_once": (2, 3), "reduce_dtype": (0, 1, 2, 3)}
+        stages = {"bucket_bytes": (0, 1), "powersgd_rank": (0,), "reduces_once": (2, 3)}
     return stages.get(name, ())

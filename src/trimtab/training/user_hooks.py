@@ -187,7 +187,7 @@ def _require_unchanged_steps(
         "clip_norm": clip_norm is not None,
         "nonfinite": nonfinite in BEFORE_THE_STEP,
     }
-    changes |= {setting.field: plan.values[name] != setting.default for name, setting in IN_STEP.items()}
+    changes |= {setting.field: getattr(plan, name).value != setting.default for name, setting in IN_STEP.items()}
     if named := [name for name, is_set in changes.items() if is_set]:
         raise steps_in_backward(named[0], stepped, given)
 

@@ -235,13 +235,13 @@ def measured(
         total_steps=total_steps,
         over_time_budget=over_time_budget,
     )
-    untraceable: set[Candidate] = set()
+    requested: set[Candidate] = set()
     while True:
-        wanted = next_measurement(profile, objective, budget, always=always, untraceable=untraceable)
+        wanted = next_measurement(profile, objective, budget, always=always, requested=requested)
         if wanted is None:
             return profile
         if isinstance(wanted, MemoryTraces):
-            untraceable.update(wanted.candidates)
+            requested.update(wanted.candidates)
             found = tuple(map(machine.trace, wanted.candidates)) if machine.traces else ()
             profile = replace(profile, traces=profile.traces + found)
         elif isinstance(wanted, BlockMeasurements):
