@@ -24,6 +24,9 @@ if TYPE_CHECKING:
     from trimtab.checkpoint.config import Checkpoints
     from trimtab.distributed.process_group import process_group
     from trimtab.distributed.sharded_loader import shard
+    from trimtab.experiments.loop_comparison import ablate, compare, race
+    from trimtab.experiments.loop_result import LoopComparison
+    from trimtab.experiments.loops import Loop
     from trimtab.losses import Summed
     from trimtab.training.run import Run
     from trimtab.training.split_conditions import UnprovedSplitWarning
@@ -36,6 +39,8 @@ __all__ = [
     "Choice",
     "Effect",
     "Header",
+    "Loop",
+    "LoopComparison",
     "Metering",
     "Objective",
     "Plan",
@@ -47,10 +52,13 @@ __all__ = [
     "StopReason",
     "Summed",
     "UnprovedSplitWarning",
+    "ablate",
+    "compare",
     "errors",
     "plan",
     "process_group",
     "profile",
+    "race",
     "read_record",
     "shard",
     "start",
@@ -59,10 +67,15 @@ __all__ = [
 # Loaded on first use, so that plans and records can be read without importing torch.
 _LAZY = dict.fromkeys(("Metering", "plan", "profile", "start"), "trimtab.api") | {
     "Checkpoints": "trimtab.checkpoint.config",
+    "Loop": "trimtab.experiments.loops",
+    "LoopComparison": "trimtab.experiments.loop_result",
     "Run": "trimtab.training.run",
     "Summed": "trimtab.losses",
     "UnprovedSplitWarning": "trimtab.training.split_conditions",
+    "ablate": "trimtab.experiments.loop_comparison",
+    "compare": "trimtab.experiments.loop_comparison",
     "process_group": "trimtab.distributed.process_group",
+    "race": "trimtab.experiments.loop_comparison",
     "shard": "trimtab.distributed.sharded_loader",
 }
 

@@ -6,6 +6,7 @@ import dataclasses
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -36,8 +37,9 @@ from trimtab.plans.plan import Plan
 from trimtab.plans.profile import Profile
 from trimtab.profiling.communication_profile import step_shape
 from trimtab.profiling.example_batch import protect_batch
+from trimtab.profiling.plan_cache import CachedPlan, default_folder, parts_of_key
 from trimtab.profiling.profiler import NUM_BLOCKS, profile_loop
-from trimtab.profiling.sample_batches import require_restorable
+from trimtab.profiling.sample_batches import first_batch, loader_of, require_restorable
 from trimtab.profiling.target_device import profile_elsewhere
 from trimtab.profiling.training_loop import TrainingLoop
 from trimtab.profiling.training_settings_search import (
@@ -227,8 +229,10 @@ def plan(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     loss_fn: LossFn,
-    example_batch: Any,
+    loader_or_batch: Any,
     *,
+    memory: int | str | None = None,
+    time: float | None = None,
     budget: Budget | None = None,
     objective: Objective | None = None,
     reference: Reference | None = None,
@@ -237,6 +241,7 @@ def plan(
     batch_rule: BatchRule | None = None,
     data: Iterable[Any] | None = None,
     total_steps: int | None = None,
+    accumulate: int = 1,
     blocks: Iterable[str] = (),
     modules: Iterable[nn.Module] = (),
     num_blocks: int = NUM_BLOCKS,
@@ -245,6 +250,7 @@ def plan(
     split: Split | None = None,
     dry_runs: bool = True,
     device: str | DeviceSpec | None = None,
+    cache: bool | str | Path = False,
     progress: Callable[[str], None] = silent,
 ) -> Plan:
     """Measure the loop and choose settings for this machine. Nothing is changed; `print(plan)` explains the choices.
@@ -271,6 +277,13 @@ def plan(
     they reach the same loss significantly sooner.
 
     Args:
+        loader_or_batch: the loop's loader, whose first batch is the example and which is otherwise used as `data`; or
+            a batch of it. A list or tuple is a batch. The loader yields the same batches afterwards.
+        memory, time: limits of the budget: peak bytes of a step, such as "8GiB", and seconds per optimizer step.
+        accumulate: batches of the loader that an optimizer step accumulates, as with `run.of_batches`. The plan is for
+            one of them.
+        cache: True to keep the plan in the user's cache folder, or a folder. A later call for the same model, shapes,
+            arguments, machine and versions returns it without measuring.
         adapt: names of the training settings that the plan may change (a tuned plan). None keeps batch size, learning
             rate, schedule and optimizer (an equivalent plan).
         batch_rule: policy for adapt="batch"; by default goodput, with windows of up to 16 loader batches. Without
@@ -288,6 +301,96 @@ def plan(
         RankError: another rank ended or does not answer, or ranks failed in a dry run after a different number of
             collectives, for example because memory ran out.
     """
+    budget = limits_of(budget, memory, time)
+    loader = loader_of(loader_or_batch)
+    example_batch = loader_or_batch if loader is None else first_batch(loader)
+    data = loader if data is None and device is None else data
+    num_batches = validation.integer("accumulate", accumulate)
+    arguments = {
+        "budget": budget,
+        "objective": objective,
+        "reference": reference,
+        "longest_batch": longest_batch,
+        "adapt": adapt,
+        "batch_rule": batch_rule,
+        "total_steps": total_steps,
+        "accumulate": num_batches,
+        "blocks": tuple(blocks),
+        "modules": tuple(modules),
+        "num_blocks": num_blocks,
+        "metering": metering,
+        "count": count,
+        "split": split,
+        "dry_runs": dry_runs,
+        "device": device,
+    }
+    make = partial(_planned, model, optimizer, loss_fn, example_batch, data=data, progress=progress, **arguments)
+    if cache is False:
+        return make()
+    _refuse_caching(adapt)
+    parts = parts_of_key(model, optimizer, loss_fn, example_batch, arguments)
+    kept_plan = CachedPlan(default_folder() if cache is True else Path(cache), parts)
+    if (found := kept_plan.read()) is not None:
+        return found
+    made = make()
+    kept_plan.write(made)
+    return made
+
+
+def limits_of(budget: Budget | None, memory: int | str | None, time: float | None) -> Budget:
+    """Return the budget, or one with the limits given as `memory` and `time`.
+
+    Raises:
+        ValueGivenError: a budget and a limit are given.
+    """
+    if budget is not None and (memory is not None or time is not None):
+        raise ValueGivenError(
+            "budget",
+            problem="Both budget and memory or time are given, which may contradict each other.",
+            hint="Pass trimtab.Budget(memory=..., time=...) alone, or memory and time alone.",
+            code="argument.conflict",
+        )
+    return validation.dataclass_or("budget", budget, Budget, Budget(memory, time))
+
+
+def _refuse_caching(adapt: str | Collection[str] | None) -> None:
+    if adapt is None and not has_peers():
+        return
+    what = "of several ranks" if adapt is None else "that tunes the training (adapt), which depends on the data"
+    raise ValueGivenError(
+        "cache",
+        problem=f"The cache cannot keep a plan {what}.",
+        hint="Remove cache, and keep the plan yourself with plan.save(path) and trimtab.Plan.load(path).",
+        code="cache.unsupported",
+    )
+
+
+def _planned(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    loss_fn: LossFn,
+    example_batch: Any,
+    *,
+    budget: Budget,
+    objective: Objective | None,
+    reference: Reference | None,
+    longest_batch: Any,
+    adapt: str | Collection[str] | None,
+    batch_rule: BatchRule | None,
+    data: Iterable[Any] | None,
+    total_steps: int | None,
+    accumulate: int,
+    blocks: tuple[str, ...],
+    modules: tuple[nn.Module, ...],
+    num_blocks: int,
+    metering: Metering | None,
+    count: Count | None,
+    split: Split | None,
+    dry_runs: bool,
+    device: str | DeviceSpec | None,
+    progress: Callable[[str], None],
+) -> Plan:
+    """Make a plan from an example batch; arguments as in `plan`."""
     if device is not None:
         measuring = {
             "longest_batch": longest_batch,
@@ -295,7 +398,7 @@ def plan(
             "batch_rule": batch_rule,
             "data": data,
             "total_steps": total_steps,
-            "modules": tuple(modules),
+            "modules": modules,
             "metering": metering,
             "count": count,
             "split": split,
@@ -323,7 +426,6 @@ def plan(
         require_restorable(data)
     require_adaptable(freed, model, optimizer, is_alone=not has_peers())
     rule = batch_rule_of("batch" in freed, batch_rule)
-    budget = validation.dataclass_or("budget", budget, Budget, Budget())
     objective = validation.dataclass_or("objective", objective, Objective, Objective())
     batch, is_shared = example_batch if longest_batch is None else longest_batch, is_to_share(model)
     if is_shared and isinstance(data, Iterator):
@@ -347,10 +449,10 @@ def plan(
             longest_batch=longest_batch,
             # An iterator is left whole for the short trainings.
             data=None if trains and isinstance(data, Iterator) else data,
-            total_steps=total_steps,
+            total_steps=None if total_steps is None else total_steps * accumulate,  # Steps of one batch.
             blocks=blocks,
             modules=beside,
-            adapts_batch_size=rule is not None and rule.spans_batches,
+            adapts_batch_size=accumulate > 1 or (rule is not None and rule.spans_batches),
             num_blocks=num_blocks,
             metering=metering,
             count=count,

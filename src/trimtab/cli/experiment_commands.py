@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
+from trimtab.cli.loop_commands import FailBelow, Steps, refuse_for_setup, refuse_for_task, run_loops, setup_named
 from trimtab.cli.options import (
     TRAINED,
     EnergyWatts,
@@ -62,9 +63,30 @@ def compare(
     out: Annotated[Path | None, typer.Option(help="folder; an interrupted comparison continues there")] = None,
     ranks: Ranks = 1,
     energy_watts: EnergyWatts = None,
+    steps: Steps = None,
+    fail_below: FailBelow = None,
     as_json: Json = False,
 ) -> None:
     """Compare the baseline loop with the plan in paired runs, and report the gain."""
+    if (setup := setup_named(task)) is not None:
+        given = {
+            "--whole": (whole, None),
+            "--quick": (quick, False),
+            "--adapt": (adapt, None),
+            "--peers": (peers, None),
+            "--against": (against, None),
+            "--cap": (cap, float("inf")),
+            "--reference-cap": (reference_cap, None),
+            "--ranks": (ranks, 1),
+            "--energy-watts": (energy_watts, None),
+        }
+        refuse_for_setup(task, given)
+        if plan_file is not None:
+            refuse_memory(memory)
+        how: dict[str, Any] = {"steps": steps, "pairs": pairs, "memory": memory, "plan_file": plan_file, "out": out}
+        run_loops("compare", setup, task, fail_below=fail_below, as_json=as_json, **how)
+        return
+    refuse_for_task(task, {"--steps": steps, "--fail-below": fail_below})
     import trimtab.experiments.report.svg  # noqa: F401 - fails now, not after hours, if a package for the report is missing
     from trimtab.experiments.comparison.compare_command import CompareRequest, run_comparison
 
@@ -121,9 +143,25 @@ def ablate(
     memory: Memory = None,
     plan_file: PlanFile = None,
     out: Annotated[Path | None, typer.Option(help="folder; an interrupted ablation continues there")] = None,
+    steps: Steps = None,
     as_json: Json = False,
 ) -> None:
     """Measure every change of a plan alone: added to the baseline, and removed from the plan."""
+    if (setup := setup_named(task)) is not None:
+        given = {
+            "--whole": (whole, None),
+            "--quick": (quick, False),
+            "--pairwise": (pairwise, False),
+            "--adapt": (adapt, None),
+            "--cap": (cap, float("inf")),
+        }
+        refuse_for_setup(task, given)
+        if plan_file is not None:
+            refuse_memory(memory)
+        how: dict[str, Any] = {"steps": steps, "pairs": seeds, "memory": memory, "plan_file": plan_file, "out": out}
+        run_loops("ablate", setup, task, fail_below=None, as_json=as_json, **how)
+        return
+    refuse_for_task(task, {"--steps": steps})
     import trimtab.experiments.report.svg  # noqa: F401 - fails now, not after hours, if a package for the report is missing
     from trimtab.core.objective import Budget
     from trimtab.core.serialization import read_json

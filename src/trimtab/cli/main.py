@@ -13,7 +13,7 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
-from trimtab.cli import checkpoint_commands, experiment_commands, planning_commands, train_commands
+from trimtab.cli import checkpoint_commands, experiment_commands, loop_commands, planning_commands, train_commands
 from trimtab.cli.output import print_error, print_text
 from trimtab.cli.streams import prepare_streams
 from trimtab.core.errors import FormatError, RankError, TrimtabError, UsageError
@@ -122,6 +122,7 @@ for command in (
     planning_commands.plan,
     train_commands.train,
     experiment_commands.compare,
+    loop_commands.race,
     experiment_commands.ablate,
     experiment_commands.phases,
     experiment_commands.scale,

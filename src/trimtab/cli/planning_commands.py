@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
+from trimtab.cli.loop_commands import plan_loop, refuse_for_setup, setup_named
 from trimtab.cli.options import (
     Adapt,
     EnergyWatts,
@@ -134,6 +135,20 @@ def plan(
         _plan_ranks(task, asked, adapt, limits, weights, out, as_json=as_json, explain=explain)
         return
     wanted = settings_to_adapt(adapt)
+    if is_here and (setup := setup_named(task)) is not None:
+        from trimtab.api import Metering
+
+        refuse_for_setup(task, {"--explain": (explain, False)})
+        asked: dict[str, Any] = {"adapt": wanted or None, "budget": limits, "objective": weights}
+        asked["metering"] = Metering(energy_watts, without=without_meter)
+        with ProgressBar() as progress:
+            made = plan_loop(setup, task, progress, **asked)
+        try:
+            if out is not None:
+                made.save(out)
+        finally:
+            print_json(made) if as_json else print_text(str(made))
+        return
     how: dict[str, Any] = {"device": device, "adapt": wanted}
     if is_here:
         from trimtab.api import Metering  # imports torch, which planning from a recorded profile does not need

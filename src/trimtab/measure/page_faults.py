@@ -11,12 +11,11 @@ import itertools
 import math
 import mmap
 import statistics
-import time
 from collections.abc import Callable
 
 import torch
 
-from trimtab.measure.timing import time_call
+from trimtab.measure.timing import clock_s, time_call
 
 try:
     import resource
@@ -35,7 +34,7 @@ def num_faults() -> int | None:
 
 
 def time_settled(function: Callable[[], object], device: torch.device) -> float:
-    """Return the wall-clock seconds of a call without new memory; after `_MOST_CALLS` attempts, those of the last call.
+    """Return the seconds of a call without new memory; after `_MOST_CALLS` attempts, those of the last call.
 
     With freed memory kept, a process still grows in its first steps, until the kept pieces fit. Such steps are not
     representative.
@@ -70,13 +69,13 @@ def _probe() -> float | None:
         return None
     fresh = mmap.mmap(-1, _PROBE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # mapped as by the C allocator
     pages = torch.frombuffer(fresh, dtype=torch.float32)  # written by all threads, as operators do
-    times = [time.perf_counter()]
+    times = [clock_s()]
     for _ in range(2):
         pages.fill_(1.0)
-        times.append(time.perf_counter())
+        times.append(clock_s())
     after = num_faults()
     del pages
     fresh.close()
-    times.append(time.perf_counter())
+    times.append(clock_s())
     first, second, freed = (later - earlier for earlier, later in itertools.pairwise(times))
     return None if after is None or after <= before else (first - second + freed) / (after - before)

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import itertools
+import statistics
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -198,14 +201,75 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
+# Clock of timed calls. Beside other processes the wall clock counts their work too.
+
+_LOADED = 0.8  # A smaller processor share of a thread means that other processes need the processors.
+_PROBES, _PROBE_S, _PROBED_BYTES = 3, 0.04, 2**18
+_timed_threads = 0  # Number of threads while calls are timed by processor time; 0 for the wall clock.
+
+
+def processor_share(num_threads: int) -> float:
+    """Return the fraction of a processor that each of several threads gets: 1 on an idle machine.
+
+    Each thread computes for `_PROBE_S` seconds; the median of `_PROBES` measurements.
+    """
+    return statistics.median(_probed_share(num_threads) for _ in range(_PROBES))
+
+
+def _probed_share(num_threads: int) -> float:
+    shares: list[float] = []
+    data = bytes(_PROBED_BYTES)
+
+    def compute() -> None:
+        start, start_cpu = time.perf_counter(), time.thread_time()
+        while (taken_s := time.perf_counter() - start) < _PROBE_S:
+            hashlib.sha256(data).digest()  # Runs without Python's global lock.
+        shares.append((time.thread_time() - start_cpu) / taken_s)
+
+    threads = [threading.Thread(target=compute) for _ in range(num_threads)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return min(1.0, statistics.fmean(shares))
+
+
+@contextlib.contextmanager
+def loaded_machine_clock(device: torch.device) -> Iterator[float | None]:
+    """Time calls on a CPU by processor time, on as many threads as are free, while other processes load the machine.
+
+    A thread that has to wait for a processor holds up all others at the end of each parallel operation, so that a step
+    takes many times its usual seconds. Yields the processor share per thread; None if the machine is idle, or for
+    another device, where nothing changes.
+    """
+    global _timed_threads  # A process has one clock; planning sessions wait for each other.
+    threads = torch.get_num_threads()
+    share = processor_share(threads) if device.type == "cpu" and _timed_threads == 0 else 1.0
+    if share >= _LOADED:
+        yield None
+        return
+    _timed_threads = max(1, int(share * threads))
+    try:
+        torch.set_num_threads(_timed_threads)
+        yield share
+    finally:
+        _timed_threads = 0
+        torch.set_num_threads(threads)
+
+
+def clock_s() -> float:
+    """Return the clock of timed calls in seconds: wall-clock time, or processor time per thread on a loaded machine."""
+    return time.process_time() / _timed_threads if _timed_threads else time.perf_counter()
+
+
 def time_call(function: Callable[[], object], device: torch.device, repeats: int = 1) -> float:
-    """Return the mean wall-clock seconds per call over `repeats` consecutive calls."""
+    """Return the mean seconds per call over `repeats` consecutive calls, by the clock of timed calls."""
     synchronize(device)
-    start = time.perf_counter()
+    start = clock_s()
     for _ in range(repeats):
         function()
     synchronize(device)
-    return (time.perf_counter() - start) / repeats
+    return (clock_s() - start) / repeats
 
 
 _AGREE = 0.1  # Relative difference of the two shortest calls at which the least time is known.
@@ -213,7 +277,7 @@ _FEWEST_CALLS, _MOST_CALLS, _LONGEST_S = 3, 200, 1.0
 
 
 def least_seconds(function: Callable[[], object], device: torch.device) -> float:
-    """Return the least wall-clock seconds of a call, repeated until the two shortest calls agree within a tenth.
+    """Return the least seconds of a call, repeated until the two shortest calls agree within a tenth.
 
     Other processes add time to a call and never remove time. A call that was interrupted once can take a thousand
     times as long, so a single timing says nothing on a busy machine. Ends after a second, but not before three calls.
@@ -244,7 +308,7 @@ class PhaseClock:
     def phase(self, name: str) -> Iterator[None]:
         """Add the time of the block to a phase."""
         synchronize(self._device)
-        start = time.perf_counter()
+        start = clock_s()
         yield
         synchronize(self._device)
-        self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
+        self.seconds[name] = self.seconds.get(name, 0.0) + clock_s() - start

@@ -43,7 +43,7 @@ MEASURING_S, MOST_OF_A_RUN = 20.0, 0.05
 # Time reserved for a final: this many steps of the loop, or seconds if steps are short. A patient final may run
 # _PATIENT_BLOCKS more blocks of at least BLOCK_S seconds (benchmarks/micro/probing.py).
 _FINAL_STEPS, _FINAL_S = 20, 10.0
-_PATIENT_BLOCKS, BLOCK_S = 30, 0.15
+_PATIENT_BLOCKS, BLOCK_S = 36, 0.08
 # Chunk sizes to try: these fractions of a micro-batch's tokens.
 _CHUNK_SHARES, _SMALLEST_CHUNK, _MOST_BYTES = (4, 8), 64, 2**63
 

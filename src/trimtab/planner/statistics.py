@@ -1,10 +1,11 @@
-"""Statistics of paired ratios (math: section 8): geometric means with t intervals on log ratios."""
+"""Statistics of paired ratios (math: section 8): t intervals of means, and rank intervals of medians, of log ratios."""
 
 from __future__ import annotations
 
 import functools
 import math
 import random
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeVar
@@ -67,6 +68,47 @@ def ratio_interval(ratios: Sequence[float]) -> Interval:
     """Return `exp(m +- t(n-1, .975) * s / sqrt(n))` on log ratios."""
     logs = mean_interval([math.log(ratio) for ratio in ratios])
     return Interval(math.exp(logs.mean), _exp(logs.low), _exp(logs.high), logs.n)
+
+
+_FEWEST_FOR_RANKS = 6  # Of fewer pairs, the smallest and largest ratio enclose the median with less than 95 %.
+
+
+def rank_interval(ratios: Sequence[float]) -> Interval:
+    """Return the Hodges-Lehmann estimate of paired ratios with the 95% interval of Wilcoxon's signed-rank test.
+
+    The estimate is the median of the means of all pairs of log ratios. Other work on a machine adds time to single
+    samples of either arm, so log ratios are distributed symmetrically but not normally: the interval keeps its coverage
+    for every symmetric distribution, and a few disturbed samples do not widen it. Of fewer than six pairs, which have
+    no such interval, `ratio_interval`.
+
+    Source: Hodges and Lehmann, "Estimates of location based on rank tests" (1963).
+    """
+    n = len(ratios)
+    if n < _FEWEST_FOR_RANKS:
+        return ratio_interval(ratios)
+    logs = [math.log(ratio) for ratio in ratios]
+    means = sorted((logs[i] + logs[j]) / 2 for i in range(n) for j in range(i, n))
+    rank = _signed_rank(n)
+    return Interval(math.exp(statistics.median(means)), _exp(means[rank - 1]), _exp(means[-rank]), n)
+
+
+@functools.cache
+def _signed_rank(n: int) -> int:
+    """Return the rank of the interval's ends among the means, from either side: the largest k with P(W < k) <= 0.025.
+
+    W is the sum of the signed ranks of n symmetrically distributed values.
+    """
+    counts = [1]  # Number of subsets of the ranks 1 to n by their sum.
+    for rank in range(1, n + 1):
+        longer = counts + [0] * rank
+        for total, count in enumerate(counts):
+            longer[total + rank] += count
+        counts = longer
+    below, rank = 0, 0
+    while below + counts[rank] <= 0.025 * 2**n:
+        below += counts[rank]
+        rank += 1
+    return rank
 
 
 def mean_interval(values: Sequence[float]) -> Interval:

@@ -11,6 +11,7 @@ import dataclasses
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from trimtab.core import validation
@@ -29,6 +30,7 @@ from trimtab.core.choice import (
 from trimtab.core.energy_reading import NO_METER, MeterFacts
 from trimtab.core.errors import FormatError
 from trimtab.core.objective import ASSUMED_REFERENCE, Reference
+from trimtab.core.serialization import read_json, to_json, write_result
 from trimtab.core.units import format_bytes, format_seconds
 from trimtab.settings import SETTINGS, unchanged
 from trimtab.settings.conflicts import check_conflicts
@@ -272,6 +274,21 @@ class Plan(_Choices):  # type: ignore[misc]
         """ "equivalent" for an equivalent plan; "tuned" for a tuned plan, which changes the training."""
         dynamics = any(choice.changed and choice.effect is Effect.TRAINING for _, choice in self.choices())
         return "tuned" if dynamics else "equivalent"
+
+    def save(self, path: str | Path) -> Path:
+        """Write the plan as a JSON file, which replaces an existing file at once, and return the path."""
+        path = Path(path)
+        write_result(path, to_json(self, indent=1))
+        return path
+
+    @classmethod
+    def load(cls, path: str | Path) -> Plan:
+        """Return a plan from the JSON file that `save` or `trimtab plan --out` wrote.
+
+        Raises:
+            FormatError: the file is missing, damaged or has another schema.
+        """
+        return read_json(cls, path)
 
     def __str__(self) -> str:
         return _explain(self)

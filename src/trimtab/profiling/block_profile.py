@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import statistics
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -19,7 +18,7 @@ from trimtab.core.recompute_schedule import EVERY_BLOCK, KeptBlock, RecomputedSe
 from trimtab.measure.block_graph import BlockGraph
 from trimtab.measure.block_memory import chains_through, trace_stages
 from trimtab.measure.blocks import hook_blocks
-from trimtab.measure.timing import seconds_between, stamp, synchronize
+from trimtab.measure.timing import clock_s, seconds_between, stamp, synchronize
 from trimtab.planner.recompute_cost import keep_all
 from trimtab.planner.recompute_solver import by_shares
 from trimtab.plans.profile import Candidate, RecomputableBlocks
@@ -69,7 +68,7 @@ def _stamped(model: nn.Module, blocks: Sequence[str], device: torch.device) -> I
     def note(name: str, *_: Any) -> None:
         if len(stamps[name]) < 2:  # Else recomputed in the backward by the model's own activation checkpointing.
             event = stamp(device)
-            stamps[name].append(time.perf_counter() if event is None else event)
+            stamps[name].append(clock_s() if event is None else event)
 
     with hook_blocks(model, blocks, note, note):
         yield list(stamps.values())

@@ -24,12 +24,12 @@ from trimtab.core.progress import silent
 from trimtab.energy.meter_selection import SelectedMeter, with_idle
 from trimtab.measure import page_faults
 from trimtab.measure.machine import device_spec, environment
-from trimtab.measure.timing import PhaseClock, time_call
+from trimtab.measure.timing import PhaseClock, loaded_machine_clock, time_call
 from trimtab.nn import LossHead
 from trimtab.planner.recommendations import padded_vocabulary
 from trimtab.planner.search import BlockMeasurements, MemoryTraces, SearchPhase, is_hurried, next_measurement
 from trimtab.planner.search_space import put_first
-from trimtab.planner.statistics import ratio_interval
+from trimtab.planner.statistics import rank_interval
 from trimtab.plans.profile import (
     Candidate,
     LoopFacts,
@@ -75,8 +75,8 @@ from trimtab.training.window_snapshot import bytes_to_begin_anew
 P = ParamSpec("P")
 R = TypeVar("R")
 MIN_WORDS = 4_096  # With fewer columns, the head's time is negligible.
-_TOKENS, _PAIRS = 512, 5
-NUM_BLOCKS = 5
+_TOKENS, _PAIRS = 512, 6
+NUM_BLOCKS = 6
 _PHASE_STEPS, _PHASES_S = 3, 3.0
 _NO_TIME = "the planning time was used up before the blocks were measured"
 
@@ -183,7 +183,7 @@ def _saved_s(width: int, words: int, tokens: int, precision: str, device: torch.
             if index >= 0:  # The first round is a warm-up.
                 seconds[n].append(took)
     ours, theirs = seconds[words], seconds[padded_vocabulary(words)]
-    is_clear = ratio_interval([a / b for a, b in zip(ours, theirs, strict=True)]).low > 1
+    is_clear = rank_interval([a / b for a, b in zip(ours, theirs, strict=True)]).low > 1
     return statistics.median(a - b for a, b in zip(ours, theirs, strict=True)) if is_clear else 0.0
 
 
@@ -241,7 +241,10 @@ def profile_loop(
     is_asked = objective.energy > 0 or budget.energy is not None
     metered = with_idle(metered) if metered is not None and is_asked else metered
     power = None if metered is None or metered.facts.is_absent else TrialPower(metered.meter, is_asked)
-    with unchanged_by(own_loss(subject.loss_fn), subject.trained, subject.optimizer) as snapshot:
+    loaded, loss_fn = loaded_machine_clock(subject.device), own_loss(subject.loss_fn)
+    # The snapshot is made within, because it includes the number of threads.
+    with loaded as processor_share, unchanged_by(loss_fn, subject.trained, subject.optimizer) as snapshot:
+        _note_load(processor_share, notes)
         drawn = SampledBatches() if data is None else draw_some(subject, data, notes)
         subject = replace(subject, second=drawn.batch)
         progress("checking that splitting the batch keeps the gradient")
@@ -269,6 +272,18 @@ def profile_loop(
         waits_s = waiting_s(drawn.seconds, profile.phases_s, data)
         profile = replace(profile, phases_s={"data": waits_s, **profile.phases_s})
     return replace(profile, notes=notes.found, profiling_s=time.perf_counter() - start)
+
+
+def _note_load(processor_share: float | None, notes: Notes) -> None:
+    """Record that other processes load the machine, which the seconds of the profile leave out."""
+    if processor_share is None:
+        return
+    threads = torch.get_num_threads()
+    notes.record(
+        "timing.processor_time",
+        f"other processes left each thread {100 * processor_share:.0f}% of a processor, so steps were timed by "
+        f"processor time on {threads} thread{'s' * (threads > 1)}; a step of the loop takes longer until they end",
+    )
 
 
 def _require_no_profiler() -> None:

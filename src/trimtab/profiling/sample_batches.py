@@ -5,16 +5,17 @@ The state of the data is restored, and one-shot data are not drawn from.
 
 from __future__ import annotations
 
+import time
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils.data import DataLoader
 
 from trimtab.core.errors import TrimtabError, ValueGivenError
-from trimtab.measure.timing import time_call
 from trimtab.profiling.measurement_notes import Notes
 from trimtab.profiling.training_loop import TrainingLoop
 from trimtab.state.data_state import DataState, draw_and_restore_data
@@ -22,6 +23,7 @@ from trimtab.state.process_state import ProcessState
 from trimtab.training.batch import iterate, tensors_in
 
 _BATCHES = 8
+_EMPTY = object()
 _NOT_DRAWN = "the data loading time was not measured"
 _CHANGED = (
     "Planning with data= may change the first epoch: two epochs began with different batches, although the state of "
@@ -62,6 +64,59 @@ def draw_some(subject: TrainingLoop, data: Iterable[Any], notes: Notes) -> Sampl
     except Exception as error:
         notes.add("data.not_drawn", _NOT_DRAWN, error)
         return SampledBatches()
+
+
+def loader_of(loader_or_batch: Any) -> Iterable[Any] | None:
+    """Return a loader that was passed in place of a batch; None for a batch.
+
+    A loader is a torch DataLoader, or an object that can be iterated and is neither a container nor an object with
+    tensors.
+
+    Raises:
+        ValueGivenError: an iterator, whose drawn batches would be lost.
+    """
+    if isinstance(loader_or_batch, DataLoader):
+        return loader_or_batch
+    contained = Tensor | Mapping | Sequence | str | bytes
+    if isinstance(loader_or_batch, contained) or not hasattr(loader_or_batch, "__iter__"):
+        return None
+    if isinstance(loader_or_batch, Iterator):
+        raise ValueGivenError(
+            "loader_or_batch",
+            got=f"a {type(loader_or_batch).__name__}, an iterator, from which planning would take batches",
+            expected="a batch, or a loader that can be iterated again",
+            hint="Pass the DataLoader itself instead of iter(loader).",
+            code="data.iterator",
+        )
+    is_batch = bool(next(tensors_in(loader_or_batch), None) is not None or getattr(loader_or_batch, "keys", None))
+    return None if is_batch else loader_or_batch
+
+
+def first_batch(loader: Iterable[Any]) -> Any:
+    """Return the first batch of a loader, which the next epoch will yield again.
+
+    Raises:
+        ValueGivenError: the loader contains an iterator, or is empty.
+    """
+    if reason := one_shot(loader):
+        raise ValueGivenError(
+            "loader_or_batch",
+            got=reason,
+            expected="a loader that can be iterated again from the start",
+            hint="Pass a batch instead of the loader.",
+            code="data.one_shot",
+        )
+    process = ProcessState.capture(wakes_cuda=False)
+    try:
+        with draw_and_restore_data(loader) as lent:
+            found = next(iterate("loader_or_batch", lent), _EMPTY)
+    finally:
+        process.restore()
+    if found is _EMPTY:
+        raise ValueGivenError(
+            "loader_or_batch", got="a loader without batches", expected="at least one batch", code="data.empty"
+        )
+    return found
 
 
 def one_shot(data: Any) -> str:
@@ -114,7 +169,9 @@ def _drawn(subject: TrainingLoop, data: Iterable[Any], notes: Notes) -> SampledB
                 elements.append(_elements(batch))
                 last[0] = batch
 
-        seconds = time_call(draw, subject.device)
+        begin = time.perf_counter()  # Waiting for a loader's workers takes no processor time here.
+        draw()
+        seconds = time.perf_counter() - begin
     num, example = len(elements) - 1, _elements(subject.batch)
     longest = max(elements, default=0) / example if example else None
     return SampledBatches(seconds / num if num > 0 else None, longest, _as_large(subject, last[0]))

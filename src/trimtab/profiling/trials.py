@@ -1,15 +1,15 @@
 """Trials: candidates of a search phase, run in interleaved blocks, in a random order per round (`drawn_turns`).
 
-A block is a few whole optimizer steps of a candidate, through the run that would train. Blocks are paired by index,
-so that a drift in the machine's speed affects all candidates alike. Every block starts from the same state, with the
-optimizer's moments present. To keep planning short with slow steps, known results of earlier phases are not measured
-again, and a candidate that lost all of its first blocks is dropped.
+A block is a few whole optimizer steps of a candidate, through the run that would train. Blocks are short and many, and
+paired by index, so that a drift in the machine's speed and bursts of other work affect all candidates alike. Every
+block starts from the same state, with the optimizer's moments present. To keep planning short with slow steps, known
+results of earlier phases are not measured again, and a candidate that lost all of its first blocks is dropped.
 
-In a phase that may replace the incumbent, the number of blocks does not depend on the current leader, or an equal
-candidate would win by optional stopping. The first blocks may only drop candidates, and a likely gain within the
-noise gets more blocks once, up to a number fixed in advance. A phase that only orders candidates ends when the order
-is known. Over the time budget, a final still gets more blocks if they cost less than a tenth of the time that the
-gain would save in the run.
+In a phase that may replace the incumbent, the first blocks may only drop candidates, and a verdict needs all blocks,
+or an equal candidate would win by optional stopping. If a likely gain is within the noise then, the number of blocks
+doubles, at most `_DOUBLINGS` times; a simulation tests that equal candidates seldom win (docs/math.md, section 8). A
+phase that only orders candidates ends when the order is known. Over the time budget, a final still gets more blocks if
+they cost less than a tenth of the time that the gain would save in the run.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from trimtab.energy.energy_meter import EnergyClock, GivenWatts, Meter
 from trimtab.measure.page_faults import time_settled
 from trimtab.measure.timing import synchronize, time_call
 from trimtab.planner.search import BLOCK_S, SearchPhase
-from trimtab.planner.statistics import MIN_PAIRS_FOR_VERDICT, drawn_turns, is_gain, paired_ratios, ratio_interval
+from trimtab.planner.statistics import MIN_PAIRS_FOR_VERDICT, drawn_turns, is_gain, paired_ratios, rank_interval
 from trimtab.planner.trial_statistics import MIN_BLOCKS, still_open
 from trimtab.plans.profile import ALONE, SLICED, Candidate, Trial, is_final
 from trimtab.profiling.cuda_graph_proof import replay_refusal
@@ -50,7 +50,8 @@ _MODES = ("modes", SLICED)
 _OTHER_KERNELS = (*_MODES, "head")  # Search phases whose candidates use kernels that have not run yet.
 _FAR_SLOWER = 2.5
 _STAGE_S = 2.5  # Seconds of a candidate's blocks, if more than the requested number fit.
-_MOST = 3  # Limit on blocks, as a multiple of the requested number.
+_MOST = 4  # Limit on the blocks that fit into `_STAGE_S`, as a multiple of the requested number.
+_DOUBLINGS = 2  # Times that the number of blocks may double for a likely gain within the noise.
 _WORTH_A_LOOK = 1.05
 _PRICE = 0.1  # Fraction of the saved time of the run that additional blocks may take over the time budget.
 _SLOW_S = 0.3  # On a CPU, one-time costs are small compared with such a long first step.
@@ -190,20 +191,19 @@ class _Blocks:
         """Number of blocks to run; more of short blocks, which a single disturbance affects more."""
         if self.stage.is_brief:
             return min(self.num_blocks, MIN_BLOCKS)
-        block_s = self.steps * self.step_s
+        block_s = (self.steps + 1) * self.step_s  # A step before the timed ones.
         affordable = 0 if block_s <= 0 else min(self.most, round(_STAGE_S / block_s))
         return max(self.num_blocks, affordable)
 
     @property
     def most(self) -> int:
-        """Largest number of blocks while a likely gain is within the noise or an order is open."""
+        """Largest number of blocks before a first verdict, or while an order is open."""
         return _MOST * self.num_blocks if self.patient or self.stage.orders else self.num_blocks
 
-    def most_for(self, gain: float, num_arms: int) -> int:
-        """Return the number of blocks for a likely gain: the most if there is time or the gain pays for them."""
-        more = _MOST * self.num_blocks
-        more_s = (more - self.enough) * num_arms * (self.steps + 1) * self.step_s
-        return more if more_s <= _PRICE * (1 - 1 / gain) * self.run_s else self.most
+    def are_worth(self, blocks: int, gain: float, num_arms: int) -> bool:
+        """Return True if a likely gain is worth a number of blocks: if there is time, or the gain pays for them."""
+        blocks_s = blocks * num_arms * (self.steps + 1) * self.step_s
+        return self.patient or blocks_s <= _PRICE * (1 - 1 / gain) * self.run_s
 
     def steps_of(self, arm: _TrialArm) -> int:
         """Return an arm's steps per block; fewer for a far slower arm."""
@@ -309,7 +309,7 @@ def _with_optimizer_state(subject: TrainingLoop, arms: Sequence[_TrialArm], befo
 def _run_blocks(blocks: _Blocks, arms: Sequence[_TrialArm], running: Sequence[_TrialArm]) -> None:
     """Run the blocks of all arms."""
     stage = blocks.stage
-    done, last = 0, blocks.enough
+    done, last, doublings = 0, blocks.enough, 0
     draw, before = random.Random(0), None
     while done < last:
         blocks.progress(f"{stage.name}: block {done + 1} of {last}")
@@ -326,8 +326,10 @@ def _run_blocks(blocks: _Blocks, arms: Sequence[_TrialArm], running: Sequence[_T
             running = still_open(running, arms[0], orders=stage.orders)
             if (stage.orders or blocks.slow) and _is_over(stage, arms, running):
                 break
-        if done == blocks.enough and stage.control and (gain := _promised(arms, running)) is not None:
-            last = blocks.most_for(gain, len(running))
+        if done == last and stage.control and doublings < _DOUBLINGS:
+            gain = _promised(arms, running)
+            if gain is not None and blocks.are_worth(last, gain, len(running)):
+                last, doublings = 2 * last, doublings + 1
 
 
 def _recall(arm: _TrialArm, stage: SearchPhase, known: Sequence[Trial]) -> bool:
@@ -399,9 +401,9 @@ def _promised(arms: Sequence[_TrialArm], running: Sequence[_TrialArm]) -> float 
     # Without a control or incumbent, no number of blocks resolves a difference.
     if control is None or not incumbent.block_s:
         return None
-    resolved = ratio_interval(paired_ratios(control.block_s, incumbent.block_s))
+    resolved = rank_interval(paired_ratios(control.block_s, incumbent.block_s))
     rivals = [arm for arm in running if arm is not incumbent and not arm.control]
-    ratios = [ratio_interval(paired_ratios(arm.block_s, incumbent.block_s)) for arm in rivals]
+    ratios = [rank_interval(paired_ratios(arm.block_s, incumbent.block_s)) for arm in rivals]
     open_ones = [ratio.mean for ratio in ratios if ratio.mean > _WORTH_A_LOOK and not is_gain(ratio, resolved)]
     return max(open_ones, default=None)
 

@@ -6,10 +6,11 @@ import hashlib
 import importlib
 import importlib.util
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 from trimtab.core.errors import FormatError, TrimtabError, ValueGivenError
 from trimtab.tasks.own_data import of_datasets
@@ -24,6 +25,7 @@ __all__ = [
     "Task",
     "TaskData",
     "load_task",
+    "load_task_or_setup",
     "of_datasets",
 ]
 
@@ -38,6 +40,9 @@ IN_CHECKOUT: tuple[str, ...] = (
 )
 
 
+_loaded: dict[Path, tuple[tuple[int, int], ModuleType]] = {}  # Modules of files, by path, with the file's state.
+
+
 def load_task(name: str) -> Task:
     """Return a built-in or user-defined task by name.
 
@@ -50,8 +55,21 @@ def load_task(name: str) -> Task:
         ValueGivenError: The built-in task, module, file or attribute does not exist.
         FormatError: The user's module fails to import, or the attribute is not a Task.
     """
+    task = load_task_or_setup(name)
+    if not isinstance(task, Task):
+        raise FormatError(
+            f"task {name}",
+            problem=f"{name} is a function, but this command needs a trimtab.tasks.Task.",
+            hint="A function setup(seed) works with plan, compare, race and ablate.",
+            code="task.is_setup",
+        )
+    return task
+
+
+def load_task_or_setup(name: str) -> Task | Callable[[int], Any]:
+    """Return a task, or a function `setup(seed)` that builds a `trimtab.Loop`; name and errors as in `load_task`."""
     if name in BUILT_IN:
-        return importlib.import_module(f"{__name__}.{name}").TASK
+        return importlib.import_module(f"{__name__}.{name}").TASK  # type: ignore[no-any-return]
     if name in IN_CHECKOUT:
         file = f"benchmarks/paper/{name}.py"
         raise ValueGivenError(
@@ -65,9 +83,11 @@ def load_task(name: str) -> Task:
     if not hasattr(module, attribute):
         raise ValueGivenError("task", got=f"{name!r}", expected=f"an attribute {attribute!r} of {where}")
     task = getattr(module, attribute)
-    if not isinstance(task, Task):
+    if not isinstance(task, Task) and (isinstance(task, type) or not callable(task)):
         raise FormatError(
-            f"task {name}", got=f"a {type(task).__name__}", expected="a trimtab.tasks.Task, already built"
+            f"task {name}",
+            got=f"a {type(task).__name__}",
+            expected="a function setup(seed) that returns a trimtab.Loop, or a trimtab.tasks.Task, already built",
         )
     return task
 
@@ -89,6 +109,10 @@ def _load_file(name: str, path: Path) -> ModuleType:
     if not path.is_file():
         raise ValueGivenError("task", got=repr(name), expected=f"a file {path.name} that exists")
     path = path.resolve()
+    written = path.stat()
+    state = (written.st_mtime_ns, written.st_size)
+    if path in _loaded and _loaded[path][0] == state:  # A command may ask for a task, and then for a setup.
+        return _loaded[path][1]
     # dataclasses and pickle look the module up in sys.modules; the hash keeps its name distinct from installed modules.
     module_name = f"_trimtab_task_{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
     spec = importlib.util.spec_from_file_location(module_name, path)
@@ -102,6 +126,7 @@ def _load_file(name: str, path: Path) -> ModuleType:
     except BaseException:
         del sys.modules[module_name]
         raise
+    _loaded[path] = state, module
     return module
 
 

@@ -252,7 +252,8 @@ class Task:
         muon: Hand-tuned recipe with Muon (P3).
         baselines: Further loops to compare with, by name. Each is called with the task and a device, and returns an
             object with `model`, `optimizer`, `precision`, `step(batches)` and `close()`
-            (`trimtab.experiments.baselines.loop.Loop`). An attribute `label` of the callable is its name in reports.
+            (`trimtab.experiments.baselines.loop.SteppedLoop`). An attribute `label` of the callable is its name in
+            reports.
         reference: Settings of the user's loop.
         step: The user's own step function `step(model, optimizer, batch)`, used as the baseline.
         example: `example(rows)` returns a batch with the training shapes, for planning without data; None to read data.

@@ -14,7 +14,7 @@ from trimtab.tasks.task import Task
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-class Loop(Protocol):
+class SteppedLoop(Protocol):
     """Training loop with an explicit step method.
 
     Attributes:
@@ -39,7 +39,7 @@ class Loop(Protocol):
         ...
 
 
-MakeLoop = Callable[[Task, torch.device], Loop]
+MakeLoop = Callable[[Task, torch.device], SteppedLoop]
 
 
 def autocast(precision: str, device: torch.device) -> torch.autocast:

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from trimtab.core.errors import ValueGivenError
-from trimtab.experiments.baselines.loop import Loop, MakeLoop
+from trimtab.experiments.baselines.loop import MakeLoop, SteppedLoop
 from trimtab.experiments.baselines.reference import ReferenceLoop
 from trimtab.experiments.paired_runs.paired_run import blame_reference
 from trimtab.experiments.paired_runs.plan_loops import PlanLoop
@@ -120,7 +120,7 @@ def _trained(
         loop.close()
 
 
-def _watch(loop: Loop, seen: list[_Gradients], given: Iterable[_Gradients]) -> RemovableHandle:
+def _watch(loop: SteppedLoop, seen: list[_Gradients], given: Iterable[_Gradients]) -> RemovableHandle:
     """Record the gradients seen by the loop's optimizer, and replace them with the `given` gradients."""
     parameters = list(loop.model.parameters())
     waiting = iter(given)

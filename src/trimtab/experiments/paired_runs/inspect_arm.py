@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from trimtab.distributed.coordinator import ALONE, Coordinator
 from trimtab.distributed.sharded_loader import samples_of_rank, shard
-from trimtab.experiments.baselines.loop import Loop, MakeLoop, autocast, move
+from trimtab.experiments.baselines.loop import MakeLoop, SteppedLoop, autocast, move
 from trimtab.experiments.comparison.arm_metrics import ArmMetrics
 from trimtab.experiments.paired_runs.instrumented_loop import InstrumentedLoop, by_phase
 from trimtab.measure.flops import count_flops
@@ -75,14 +75,14 @@ def measure_arm(
             loop.close()
 
 
-def _peak(loop: Loop, device: torch.device) -> str:
+def _peak(loop: SteppedLoop, device: torch.device) -> str:
     """Return "tf32" for an fp32 loop with convolutions that torch computes in TF32, otherwise ""."""
     convolves = any(isinstance(module, nn.modules.conv._ConvNd) for module in loop.model.modules())
     in_tf32 = device.type == "cuda" and convolves and convolves_in_tf32()
     return "tf32" if loop.precision == "fp32" and in_tf32 else ""
 
 
-def held_at_most(loop: Loop, batches: Iterator[Any], device: torch.device, num_ranks: int) -> int | None:
+def held_at_most(loop: SteppedLoop, batches: Iterator[Any], device: torch.device, num_ranks: int) -> int | None:
     """Return the peak bytes of a step on this rank, or None if the sharding backend hides some memory.
 
     The optimizer state must exist. On CUDA no other tensors may be alive.
@@ -95,7 +95,7 @@ def held_at_most(loop: Loop, batches: Iterator[Any], device: torch.device, num_r
     return None if getattr(loop, "hides_memory", False) else peak
 
 
-def _terms_per_sample(loop: Loop, batches: Iterator[Any], watch: InstrumentedLoop) -> float:
+def _terms_per_sample(loop: SteppedLoop, batches: Iterator[Any], watch: InstrumentedLoop) -> float:
     """Return loss terms per sample over all batches so far, or the task's figure if the loss is a mean."""
     if not watch.counts:  # A custom step computes its own loss, so the declared loss is evaluated separately.
         watch.num_batches = 0
@@ -112,7 +112,7 @@ def _mean(terms: list[float], rows: list[int]) -> float:
     return terms[0] if len(terms) == 1 else math.fsum(map(operator.mul, terms, rows)) / sum(rows)
 
 
-def _flops_per_sample(loop: Loop, batches: Iterator[Any], together: Coordinator) -> float | None:
+def _flops_per_sample(loop: SteppedLoop, batches: Iterator[Any], together: Coordinator) -> float | None:
     """Return FLOP per sample of a step, or None if the loop fails under the counter's dispatch mode."""
     rows: list[int] = []
     # The loop ran without the counter, so a failure under it is not a failure of the arm.
@@ -120,7 +120,7 @@ def _flops_per_sample(loop: Loop, batches: Iterator[Any], together: Coordinator)
     return None if flops is None else flops / rows[0]
 
 
-def _phases(loop: Loop, batches: Iterator[Any], watch: InstrumentedLoop) -> dict[str, float]:
+def _phases(loop: SteppedLoop, batches: Iterator[Any], watch: InstrumentedLoop) -> dict[str, float]:
     """Return seconds per batch of the task by phase, over a few steps."""
     drawn = watch.num_batches
     with watch.clock.on(loop.model, parts=False):
@@ -133,6 +133,6 @@ def _phases(loop: Loop, batches: Iterator[Any], watch: InstrumentedLoop) -> dict
     return {hidden.get(name, name): seconds for name, seconds in phases.items()}
 
 
-def _live(loop: Loop) -> Iterator[Tensor]:
+def _live(loop: SteppedLoop) -> Iterator[Tensor]:
     """Yield the tensors a loop keeps alive between steps; for a sharded model, this rank's shards."""
     yield from map(local_shard, alive_between_steps(loop.model, loop.optimizer))

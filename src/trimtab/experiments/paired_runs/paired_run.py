@@ -35,7 +35,7 @@ from trimtab.distributed.rank_energy import RankMeter, meter_of_rank
 from trimtab.distributed.sharded_loader import shard
 from trimtab.energy.energy_meter import EnergyClock
 from trimtab.energy.meter_selection import Metering
-from trimtab.experiments.baselines.loop import Loop, MakeLoop
+from trimtab.experiments.baselines.loop import MakeLoop, SteppedLoop
 from trimtab.experiments.comparison.comparison_statistics import GIVEN_ROWS
 from trimtab.experiments.paired_runs.plan_loops import ON_ANOTHER_RANK, nonfinite_in, settling_steps
 from trimtab.measure.timing import synchronize
@@ -241,7 +241,7 @@ class RunningArm:
         self.blocks: list[TimedBlock] = []
         self.evaluations: list[Evaluation] = []
         self.end, self.error = "", ""
-        self._loop: Loop | None = None
+        self._loop: SteppedLoop | None = None
 
     def enter(self) -> None:
         """Build the loop."""
@@ -252,7 +252,7 @@ class RunningArm:
         self._state = ProcessState.capture()
 
     @property
-    def loop(self) -> Loop:
+    def loop(self) -> SteppedLoop:
         """The loop, after `enter`."""
         assert self._loop is not None
         return self._loop

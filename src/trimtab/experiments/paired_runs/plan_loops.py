@@ -12,7 +12,7 @@ from torch import Tensor
 
 from trimtab.api import start
 from trimtab.core.errors import ValueGivenError
-from trimtab.experiments.baselines.loop import Loop, MakeLoop
+from trimtab.experiments.baselines.loop import MakeLoop, SteppedLoop
 from trimtab.experiments.baselines.strong import StrongLoop
 from trimtab.measure.finite_check import nonfinite_parameter
 from trimtab.plans.plan import Plan
@@ -63,7 +63,7 @@ def require_peers(task: Task, named: Iterable[str]) -> None:
 ON_ANOTHER_RANK = "the loss or a parameter on another rank is NaN or infinite"
 
 
-def settling_steps(loop: Loop) -> int:
+def settling_steps(loop: SteppedLoop) -> int:
     """Return the number of steps until a loop reaches its steady state.
 
     More than one with CUDA graph capture or a checked compilation. These steps run at the model's original speed: a
@@ -72,7 +72,7 @@ def settling_steps(loop: Loop) -> int:
     return getattr(loop, "settling_steps", 1)
 
 
-def nonfinite_in(loop: Loop) -> str:
+def nonfinite_in(loop: SteppedLoop) -> str:
     """Return a description of a non-finite loss or parameter of a loop, or "". Synchronises with the device.
 
     Every rank checks its own shard. Under fp16 the loss is not checked, because an overflow only causes a skipped

@@ -29,7 +29,7 @@ from trimtab.distributed.cpu_affinity import oversubscribed_resource
 from trimtab.distributed.plan_on_ranks import BroadcastPlan, plan_together
 from trimtab.distributed.process_group import first_ended_by, from_first, job_position, max_over_ranks, total
 from trimtab.distributed.sharded_loader import shard
-from trimtab.experiments.baselines.loop import Loop, MakeLoop
+from trimtab.experiments.baselines.loop import MakeLoop, SteppedLoop
 from trimtab.experiments.baselines.reference import ReferenceLoop
 from trimtab.experiments.baselines.replica import ReplicaLoop
 from trimtab.experiments.paired_runs.inspect_arm import held_at_most
@@ -141,7 +141,7 @@ def _link(device: torch.device) -> Link | None:
 class _SteppedLoop:
     """A loop over this rank's shard of the batches, with separate global modes and random generators."""
 
-    def __init__(self, loop: Loop, batches: Iterator[Any]) -> None:
+    def __init__(self, loop: SteppedLoop, batches: Iterator[Any]) -> None:
         self._loop, self._batches, self._state = loop, batches, ProcessState.capture()
         self.settled = True
 

@@ -1,0 +1,422 @@
+"""Comparison of training loops in paired runs: a loop with its plan (`compare`), two loops (`race`), each change of a
+plan alone and left out (`ablate`).
+
+A pair is a seed: `setup(seed)` builds each arm anew, and the arms advance in turn, a block of a few steps at a time, on
+the same batches. The first arm, the baseline, runs twice: its second run is the A/A control. Peak memory is measured in
+separate steps.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from trimtab.core import validation
+from trimtab.core.errors import TrimtabError, ValueGivenError
+from trimtab.core.objective import Reference
+from trimtab.core.progress import Progress, silent
+from trimtab.experiments import loops, result_table
+from trimtab.experiments.loop_result import CONTROL, LoopComparison
+from trimtab.experiments.loops import DataStream, Loop, Setup, StepResult
+from trimtab.experiments.result_table import EVALUATION, LOSS, PEAK, SAMPLES, UNITS, ResultTable, Row
+from trimtab.measure.machine import environment
+from trimtab.measure.timing import synchronize
+from trimtab.planner.statistics import MIN_PAIRS_FOR_VERDICT, turns
+from trimtab.plans.plan import Plan
+from trimtab.profiling.measurement_notes import describe
+from trimtab.state.peak_memory import alive_between_steps, peak_bytes
+from trimtab.state.process_state import ProcessState
+from trimtab.training.apply_plan import WINDOWS
+
+BASELINE, PLANNED = "baseline", "plan"
+STEPS, PAIRS = 100, 5
+# A block takes this many seconds, at least one step and at most a tenth of the steps. The first steps of an arm are not
+# timed: they include one-time costs, such as compiled kernels.
+_BLOCK_S, _BLOCKS, _LEAD_STEPS = 0.3, 10, 2
+
+Steps = Iterator[StepResult]
+MakeSteps = Callable[[Loop, Iterator[Any]], Steps]
+
+
+@dataclass(frozen=True)
+class Arm:
+    """A loop in a comparison.
+
+    Args:
+        name: its name in the result.
+        setup: builds the loop for a seed.
+        steps: trains the loop on batches, and yields after each optimizer step.
+        lead_steps: steps before the timed ones.
+    """
+
+    name: str
+    setup: Setup
+    steps: MakeSteps
+    lead_steps: int = _LEAD_STEPS
+
+
+def compare(
+    setup: Setup,
+    *,
+    steps: int = STEPS,
+    pairs: int = PAIRS,
+    plan: Plan | None = None,
+    name: str = "setup",
+    progress: Progress = silent,
+    **planning: Any,
+) -> LoopComparison:
+    """Compare a training loop with its plan in paired runs.
+
+    Args:
+        setup: `setup(seed)` returns a `trimtab.Loop`, a Transformers Trainer, or a Lightning (trainer, module, loader).
+            Models, optimizers and loaders are built anew by each call.
+        steps: optimizer steps of each arm per pair.
+        pairs: paired runs, each with its own seed: five for a verdict, eight for a claim.
+        plan: the plan; by default one is made.
+        name: name of the loop in the result and in errors.
+        progress: called with a line of text and the completed fraction.
+        planning: further arguments of `trimtab.plan`, such as `memory="8GiB"` or `total_steps`.
+
+    Raises:
+        ValueGivenError: `setup` returns no loop.
+        LoopError: `setup` or the loop's own step raises.
+    """
+    steps, pairs = validation.integer("steps", steps, low=2), validation.integer("pairs", pairs)
+    with _process_kept():
+        reference, plan, planned = _planned(setup, plan, name, progress, planning)
+        arms = [_plain_arm(BASELINE, setup, reference), planned]
+        return _run(f"{name}: plan against the loop", arms, steps, pairs, progress, plan=plan, reference=reference)
+
+
+def race(
+    setup: Setup,
+    *others: Setup,
+    steps: int = STEPS,
+    pairs: int = PAIRS,
+    names: Sequence[str] = (),
+    progress: Progress = silent,
+) -> LoopComparison:
+    """Compare any loops in paired runs, without a plan; the first is the baseline.
+
+    Args:
+        setup, others: functions as in `compare`.
+        steps: optimizer steps of the first loop per pair; the others train on as many samples.
+        pairs: paired runs, each with its own seed.
+        names: names of the loops in the result; by default those of the functions.
+        progress: called with a line of text and the completed fraction.
+
+    Raises:
+        ValueGivenError: only one loop, or names that do not fit.
+    """
+    every = (setup, *others)
+    steps, pairs = validation.integer("steps", steps, low=2), validation.integer("pairs", pairs)
+    titles = list(names) or _names_of(every)
+    if len(every) < 2 or len(titles) != len(every) or len(set(titles)) < len(titles) or CONTROL in titles:
+        raise ValueGivenError(
+            "race",
+            got=f"{len(every)} loops with the names {', '.join(titles)}",
+            expected="at least two loops, each with its own name",
+            code="race.names",
+        )
+    with _process_kept():
+        arms = [
+            _plain_arm(title, each, loops.observed_reference(each, 0, title))
+            for title, each in zip(titles, every, strict=True)
+        ]
+        return _run(" against ".join(titles), arms, steps, pairs, progress)
+
+
+def ablate(
+    setup: Setup,
+    *,
+    steps: int = STEPS,
+    pairs: int = PAIRS,
+    plan: Plan | None = None,
+    name: str = "setup",
+    progress: Progress = silent,
+    **planning: Any,
+) -> LoopComparison:
+    """Compare a loop with its plan, with each change of the plan alone, and with the plan without each change.
+
+    Arguments and errors as in `compare`.
+    """
+    steps, pairs = validation.integer("steps", steps, low=2), validation.integer("pairs", pairs)
+    with _process_kept():
+        reference, plan, planned = _planned(setup, plan, name, progress, planning)
+        arms = [_plain_arm(BASELINE, setup, reference), planned]
+        if len(plan.changes) > 1:
+            for change in plan.changes:
+                words = change.replace("_", " ")
+                others = [each for each in plan.changes if each != change]
+                arms.append(_planned_arm(f"{words} alone", setup, reference, _without(plan, others)))
+                arms.append(_planned_arm(f"plan without {words}", setup, reference, _without(plan, [change])))
+        return _run(f"{name}: changes of the plan", arms, steps, pairs, progress, plan=plan, reference=reference)
+
+
+def _planned(
+    setup: Setup, plan: Plan | None, name: str, progress: Progress, planning: Mapping[str, Any]
+) -> tuple[Reference, Plan, Arm]:
+    """Return the baseline's reference, the plan and the planned arm."""
+    reference = loops.observed_reference(setup, 0, name)
+    if plan is None:
+        plan = loops.plan_of(loops.build(setup, 0, name), reference, progress=progress, **planning)
+    return reference, plan, _planned_arm(PLANNED, setup, reference, plan)
+
+
+def _without(plan: Plan, names: Sequence[str]) -> Plan:
+    """Return the plan with some settings as in the unchanged loop."""
+    unchanged = Plan.fixed(plan.batch_size, precision=plan.reference.precision)
+    return plan.having(**{name: getattr(unchanged, name) for name in names})
+
+
+def _names_of(setups: Sequence[Setup]) -> list[str]:
+    names = [getattr(each, "__name__", f"loop {index + 1}") for index, each in enumerate(setups)]
+    return [
+        f"{name} {names[: index + 1].count(name)}" if names.count(name) > 1 else name
+        for index, name in enumerate(names)
+    ]
+
+
+def _plain_arm(name: str, setup: Setup, reference: Reference) -> Arm:
+    return Arm(name, _referring(setup, reference, name), loops.plain_steps)
+
+
+def _planned_arm(name: str, setup: Setup, reference: Reference, plan: Plan) -> Arm:
+    lead = WINDOWS + _LEAD_STEPS if plan.compiled.value else _LEAD_STEPS
+    return Arm(
+        name,
+        _referring(setup, reference, name),
+        lambda loop, batches: loops.planned_steps(loop, batches, plan),
+        lead_steps=lead,
+    )
+
+
+def _referring(setup: Setup, reference: Reference, name: str) -> Setup:
+    return lambda seed: loops.with_reference(loops.build(setup, seed, name), reference)
+
+
+@contextlib.contextmanager
+def _process_kept() -> Iterator[None]:
+    """Restore random generators and global modes after the block."""
+    outside = ProcessState.capture()
+    try:
+        yield
+    finally:
+        outside.restore()
+
+
+def _run(
+    title: str,
+    arms: Sequence[Arm],
+    steps: int,
+    pairs: int,
+    progress: Progress,
+    *,
+    plan: Plan | None = None,
+    reference: Reference | None = None,
+) -> LoopComparison:
+    rows, failures = list[Row](), dict[str, str]()
+    for arm in arms:
+        progress(f"peak memory of {arm.name}", 0.0)
+        _measure_peak(arm, rows, failures, is_baseline=arm is arms[0])
+    running = [arm for arm in arms if arm.name not in failures]
+    control = Arm(CONTROL, arms[0].setup, arms[0].steps)
+    for seed in range(pairs):
+        _run_pair([running[0], control, *running[1:]], seed, steps, rows, failures, progress, (seed, pairs))
+    return LoopComparison(
+        title,
+        tuple(arm.name for arm in arms),
+        steps,
+        ResultTable.of(rows),
+        plan,
+        reference,
+        environment(),
+        failures,
+        _notes(rows, pairs),
+    )
+
+
+def _notes(rows: Sequence[Row], pairs: int) -> tuple[str, ...]:
+    found = []
+    if pairs < MIN_PAIRS_FOR_VERDICT:
+        found.append(f"{pairs} pairs: a verdict needs {MIN_PAIRS_FOR_VERDICT}.")
+    if not any(row.metric == LOSS for row in rows):
+        found.append("The loop's step returns no loss, so losses were not compared.")
+    return tuple(found)
+
+
+def _measure_peak(arm: Arm, rows: list[Row], failures: dict[str, str], *, is_baseline: bool) -> None:
+    """Measure the peak memory of an arm's step, after the steps that create its state."""
+    outside = ProcessState.capture()
+    stream = steps = None
+    try:
+        loop = arm.setup(0)
+        stream = DataStream(loop.loader, 0)
+        steps = arm.steps(loop, stream)
+        for _ in range(arm.lead_steps):
+            next(steps)
+        loop.optimizer.zero_grad(set_to_none=True)
+        found = peak_bytes(lambda: next(steps), loop.device, lambda: alive_between_steps(loop.model, loop.optimizer))
+        rows.append(Row(arm.name, -1, -1, PEAK, float(found), UNITS[PEAK]))
+    except Exception as error:
+        if is_baseline:
+            raise loops.step_failed(arm.name, error) from error
+        failures[arm.name] = describe(error)
+    finally:
+        _close(steps, stream)
+        outside.restore()
+
+
+def _close(steps: Steps | None, stream: DataStream | None) -> None:
+    if steps is not None:
+        steps.close()  # type: ignore[attr-defined]  # A generator; closing it leaves the run's `with` block.
+    if stream is not None:
+        stream.close()
+
+
+class _RunningArm:
+    """An arm in a paired run, with its own random generators and global modes."""
+
+    def __init__(self, arm: Arm, seed: int) -> None:
+        self.arm, self.seed = arm, seed
+        self.loop = arm.setup(seed)
+        self.stream = DataStream(self.loop.loader, seed)
+        self.steps = arm.steps(self.loop, self.stream)
+        self.samples = self.num_steps = self.round = 0
+        self.state = ProcessState.capture()
+
+    def take(self, limit: float) -> tuple[list[StepResult], float, float]:
+        """Train until a number of samples is reached; return the steps, their seconds and processor seconds."""
+        self.state.restore()
+        taken: list[StepResult] = []
+        synchronize(self.loop.device)
+        start, start_cpu = time.perf_counter(), time.process_time()
+        while self.samples < limit:
+            step = next(self.steps)
+            taken.append(step)
+            self.samples += step.samples
+        synchronize(self.loop.device)
+        seconds, cpu_s = time.perf_counter() - start, time.process_time() - start_cpu
+        self.state = ProcessState.capture()
+        return taken, seconds, cpu_s
+
+    def close(self) -> None:
+        """Undo the plan, and end the loader's workers."""
+        _close(self.steps, self.stream)
+
+
+def _run_pair(
+    arms: Sequence[Arm],
+    seed: int,
+    steps: int,
+    rows: list[Row],
+    failures: dict[str, str],
+    progress: Progress,
+    position: tuple[int, int],
+) -> None:
+    """Run all arms for a seed, interleaved block by block. An arm that fails drops out; the baseline's error raises."""
+    outside, running = ProcessState.capture(), list[_RunningArm]()
+    try:
+        for arm in arms:
+            outside.restore()
+            if (made := _guarded(arm, arms[0], failures, _RunningArm, arm, seed)) is not None:
+                running.append(made)
+        per_step = _lead(running, arms[0], rows, failures)
+        limit, most = running[0].samples, running[0].samples + steps * per_step[0]
+        block = per_step[0] * max(1, min(steps // _BLOCKS, round(_BLOCK_S / max(per_step[1], 1e-9))))
+        last = None
+        for lap in itertools.count():
+            if limit >= most:
+                break
+            limit = min(most, limit + block)
+            for each in turns(running, lap, seed, last):
+                if each.arm.name not in failures:
+                    _guarded(each.arm, arms[0], failures, _take_block, each, limit, rows)
+                last = each
+            progress(f"paired run {position[0] + 1} of {position[1]}", (position[0] + limit / most) / position[1])
+        for each in running:
+            if each.arm.name not in failures:
+                _guarded(each.arm, arms[0], failures, _finish, each, rows)
+    finally:
+        for each in running:
+            each.close()
+        outside.restore()
+
+
+def _guarded(arm: Arm, baseline: Arm, failures: dict[str, str], function: Callable[..., Any], *arguments: Any) -> Any:
+    """Return the result of a function; for an arm other than the baseline, record its error and return None."""
+    try:
+        return function(*arguments)
+    except Exception as error:
+        if arm.name in (baseline.name, CONTROL):
+            raise loops.step_failed(baseline.name, error) from error
+        failures[arm.name] = describe(error) if not isinstance(error, TrimtabError) else error.reason
+        return None
+
+
+def _lead(
+    running: Sequence[_RunningArm], baseline: Arm, rows: list[Row], failures: dict[str, str]
+) -> tuple[float, float]:
+    """Run the steps before the timed ones, equal in samples for all arms; return the baseline's samples and seconds."""
+    most = max(each.arm.lead_steps for each in running)
+    first = running[0]
+    seconds, samples = math.inf, 1.0
+    for _ in range(most):
+        taken, took_s, _ = first.take(first.samples + 1)
+        _note_steps(first, taken, rows)
+        samples, seconds = max(samples, float(taken[0].samples)), min(seconds, took_s)
+    for each in running[1:]:
+        _guarded(each.arm, baseline, failures, _take_lead, each, first.samples, rows)
+    return samples, seconds
+
+
+def _take_lead(each: _RunningArm, limit: float, rows: list[Row]) -> None:
+    _note_steps(each, each.take(limit)[0], rows)
+
+
+def _take_block(each: _RunningArm, limit: float, rows: list[Row]) -> None:
+    taken, seconds, cpu_s = each.take(limit)
+    if not taken:
+        return
+    values = {result_table.SECONDS: seconds, result_table.CPU_SECONDS: cpu_s, SAMPLES: sum(t.samples for t in taken)}
+    for metric, value in values.items():
+        rows.append(Row(each.arm.name, each.seed, each.round, metric, float(value), UNITS[metric]))
+    each.round += 1
+    _note_steps(each, taken, rows)
+
+
+def _note_steps(each: _RunningArm, taken: Sequence[StepResult], rows: list[Row]) -> None:
+    """Add the losses of steps, which are read after the clock has stopped.
+
+    Raises:
+        TrimtabError: the loss of the last step is not finite.
+    """
+    value: float | None = None
+    for step in taken:
+        each.num_steps += 1
+        if step.loss is not None:
+            value = float(step.loss)
+            rows.append(Row(each.arm.name, each.seed, each.num_steps, "step_samples", float(step.samples), "samples"))
+            rows.append(Row(each.arm.name, each.seed, each.num_steps, LOSS, value, UNITS[LOSS]))
+    if found := loops.nonfinite_in(each.loop, value):
+        raise FloatingPointError(f"after {each.num_steps} steps, {found}")
+
+
+def _finish(each: _RunningArm, rows: list[Row]) -> None:
+    """Evaluate an arm."""
+    if each.loop.evaluate is None:
+        return
+    each.state.restore()
+    found = each.loop.evaluate(each.loop.model)
+    each.loop.model.train()
+    named = found if isinstance(found, Mapping) else {"evaluation": found}
+    for name, value in named.items():
+        number = value.item() if isinstance(value, Tensor) else value
+        rows.append(Row(each.arm.name, each.seed, -1, f"{EVALUATION}{name}", float(number), ""))

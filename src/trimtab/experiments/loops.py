@@ -1,0 +1,371 @@
+"""A training loop of the user as its parts, `Loop`, and the functions that build one: `setup(seed)`.
+
+A loop is stepped in one of two ways: as the user wrote it (`plain_steps`), or through a run with a plan
+(`planned_steps`). Both draw from a `DataStream`, so that loops with the same seed see the same batches in the same
+order, however many random numbers their steps draw.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import numpy
+import torch
+from torch import Tensor, nn
+
+from trimtab.api import plan as make_plan
+from trimtab.api import start
+from trimtab.core import validation
+from trimtab.core.errors import LoopError, ValueGivenError
+from trimtab.core.objective import ASSUMED_REFERENCE, Reference
+from trimtab.experiments.baselines.loop import autocast
+from trimtab.losses import parts_of
+from trimtab.measure.finite_check import nonfinite_parameter
+from trimtab.plans.plan import Plan
+from trimtab.profiling.measurement_notes import describe
+from trimtab.training.batch import BatchSplitting, Count, Split, to_device
+from trimtab.training.run import LossFn
+
+Step = Callable[[nn.Module, torch.optim.Optimizer, Any], Any]
+Evaluate = Callable[[nn.Module], Any]
+_OBSERVED_STEPS = 2
+
+
+@dataclass(frozen=True)
+class Loop:
+    """The parts of a training loop, as `setup(seed)` returns them.
+
+    Args:
+        model: the model, on its device.
+        optimizer: its optimizer.
+        loss_fn: `loss_fn(model, batch)`, as in `trimtab.plan`.
+        loader: any iterable of batches that can be iterated again: a DataLoader with workers and augmentation, a list,
+            a stream. Batches may have different lengths.
+        evaluate: `evaluate(model)` returns a number, or numbers by name; called after the last step, outside the clock.
+        step: `step(model, optimizer, batch)`, the loop's own training step, called for each batch of the loader: with
+            its autocast, gradient scaler, accumulation, clipping and scheduler. It is the baseline of a comparison, and
+            may return the loss. None: a plain step in the precision, and with the clipping, of `reference`.
+        after_step: called without arguments after each optimizer step that trimtab takes, such as `scheduler.step`. A
+            `step` does this by itself.
+        accumulate: batches of the loader per optimizer step.
+        reference: precision and clipping of the loop. By default the precision is observed in a step, and no clipping
+            is assumed.
+        longest_batch, modules, count, split: as in `trimtab.plan`.
+    """
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    loss_fn: LossFn
+    loader: Iterable[Any]
+    evaluate: Evaluate | None = None
+    step: Step | None = None
+    after_step: Callable[[], Any] | None = None
+    accumulate: int = 1
+    reference: Reference | None = None
+    longest_batch: Any = None
+    modules: tuple[nn.Module, ...] = ()
+    count: Count | None = None
+    split: Split | None = None
+
+    def __post_init__(self) -> None:
+        kinds = {"model": nn.Module, "optimizer": torch.optim.Optimizer}
+        for name, kind in kinds.items():
+            if not isinstance(value := getattr(self, name), kind):
+                raise ValueGivenError(f"Loop.{name}", got=f"a {type(value).__name__}", expected=f"a {kind.__name__}")
+        for name in ("loss_fn", "evaluate", "step", "after_step"):
+            value = getattr(self, name)
+            if not callable(value) and (value is not None or name == "loss_fn"):
+                raise ValueGivenError(f"Loop.{name}", got=f"a {type(value).__name__}", expected="a function")
+        if not isinstance(self.loader, Iterable) or isinstance(self.loader, Iterator | Tensor):
+            raise ValueGivenError(
+                "Loop.loader",
+                got=f"a {type(self.loader).__name__}",
+                expected="an iterable of batches that can be iterated again, such as a DataLoader",
+                hint="Wrap a generator function in a class with __iter__." if isinstance(self.loader, Iterator) else "",
+                code="loop.loader",
+            )
+        validation.integer("Loop.accumulate", self.accumulate)
+        validation.dataclass_or("Loop.reference", self.reference, Reference, None)
+
+    @property
+    def device(self) -> torch.device:
+        """The model's device."""
+        return next(self.model.parameters()).device
+
+    @property
+    def batching(self) -> BatchSplitting:
+        """How samples of a batch are counted."""
+        return BatchSplitting(self.count, self.split)
+
+    @property
+    def num_batches(self) -> int | None:
+        """Number of batches in an epoch; None for a loader without a length."""
+        try:
+            return len(self.loader)  # type: ignore[arg-type]
+        except TypeError:
+            return None
+
+
+Setup = Callable[[int], Any]
+
+
+def build(setup: Setup, seed: int, name: str = "setup") -> Loop:
+    """Return the loop that `setup(seed)` builds, with all random generators seeded before the call.
+
+    Raises:
+        ValueGivenError: `setup` is not callable, or returns something else than a loop or a trainer.
+        LoopError: `setup` raises, chained to the original error.
+    """
+    from trimtab.experiments.trainer_loops import loop_of_trainer
+
+    if not callable(setup):
+        raise ValueGivenError(
+            name,
+            got=f"a {type(setup).__name__}",
+            expected="a function setup(seed) that returns a trimtab.Loop",
+            code="setup.not_callable",
+        )
+    seed_everything(seed)
+    try:
+        found = setup(seed)
+    except Exception as error:
+        raise LoopError(
+            name,
+            problem=f"{name}({seed}) raised {describe(error).rstrip('.')}.",
+            hint="Call it yourself with a number, and correct the error.",
+            code="setup.failed",
+        ) from error
+    loop = found if isinstance(found, Loop) else loop_of_trainer(found)
+    if loop is None:
+        raise ValueGivenError(
+            name,
+            got=f"{name}({seed}) returned a {type(found).__name__}",
+            expected="a trimtab.Loop, a Transformers Trainer, or a Lightning (trainer, module, loader)",
+            code="setup.not_loop",
+        )
+    loop.model.train()
+    return loop
+
+
+def seed_everything(seed: int) -> None:
+    """Seed the generators of Python, numpy and torch."""
+    random.seed(seed)
+    numpy.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+
+
+class _Generators(NamedTuple):
+    """State of the generators on the host."""
+
+    python: Any
+    numpy: Any
+    torch: Tensor
+
+    @classmethod
+    def capture(cls) -> _Generators:
+        return cls(random.getstate(), numpy.random.get_state(), torch.get_rng_state())
+
+    def restore(self) -> None:
+        random.setstate(self.python)
+        numpy.random.set_state(self.numpy)
+        torch.set_rng_state(self.torch)
+
+
+class DataStream(Iterator[Any]):
+    """The batches of a loader, epoch after epoch, drawn with random generators of their own.
+
+    Shuffling and augmentation then depend on the seed alone, not on the random numbers that a training step draws: an
+    arm with dropout in other micro-batches trains on the same batches.
+
+    Attributes:
+        num_epochs: number of completed epochs.
+    """
+
+    def __init__(self, loader: Iterable[Any], seed: int) -> None:
+        self._loader = loader
+        self._batches: Iterator[Any] | None = None
+        self.num_epochs, self._is_empty = 0, True
+        outside = _Generators.capture()
+        seed_everything(seed)
+        self._own = _Generators.capture()
+        outside.restore()
+
+    def __next__(self) -> Any:
+        outside = _Generators.capture()
+        self._own.restore()
+        try:
+            while True:
+                if self._batches is None:
+                    self._batches, self._is_empty = iter(self._loader), True
+                try:
+                    batch = next(self._batches)
+                except StopIteration:
+                    self._batches = None
+                    if self._is_empty:
+                        raise _ended(self._loader, self.num_epochs) from None
+                    self.num_epochs += 1
+                    continue
+                self._is_empty = False
+                return batch
+        finally:
+            self._own = _Generators.capture()
+            outside.restore()
+
+    def close(self) -> None:
+        """End the workers of the loader's iterator."""
+        self._batches = None
+
+
+def _ended(loader: Any, num_epochs: int) -> LoopError:
+    kind = type(loader).__name__
+    return LoopError(
+        "loader",
+        problem=f"The loader, a {kind}, has no batches" + (f" after {num_epochs} epochs." if num_epochs else "."),
+        hint="A loader must yield its batches each time it is iterated.",
+        code="loader.empty",
+    )
+
+
+class StepResult(NamedTuple):
+    """An optimizer step: its samples, and its mean loss as a detached scalar; None if the loop does not return it."""
+
+    samples: int
+    loss: Tensor | float | None
+
+
+def plain_steps(loop: Loop, batches: Iterator[Any]) -> Iterator[StepResult]:
+    """Train with the loop's own step, or with a plain one; yield after each optimizer step."""
+    if loop.step is not None:
+        yield from _own_steps(loop, loop.step, batches)
+        return
+    reference = loop.reference or ASSUMED_REFERENCE
+    device, scaler = loop.device, torch.amp.GradScaler(loop.device.type, enabled=reference.precision == "fp16")
+    parameters = [parameter for group in loop.optimizer.param_groups for parameter in group["params"]]
+    while True:
+        loop.optimizer.zero_grad()
+        samples, losses, counts = 0, [], []
+        for _ in range(loop.accumulate):
+            batch = to_device(next(batches), device)
+            samples += loop.batching.read(batch).samples or 1
+            with autocast(reference.precision, device):
+                found = parts_of(loop.loss_fn(loop.model, batch))
+            share = found.loss if found.count is not None else found.loss / loop.accumulate
+            scaler.scale(share).backward()
+            losses.append(share.detach())
+            counts.append(1.0 / loop.accumulate if found.count is None else found.count)
+        total = sum(counts)
+        scaler.unscale_(loop.optimizer)
+        if loop.accumulate > 1 or not isinstance(total, float) or total != 1.0:
+            gradients = [each.grad for each in parameters if each.grad is not None]
+            torch._foreach_div_(gradients, total)
+        if reference.clip_norm is not None:
+            nn.utils.clip_grad_norm_(parameters, reference.clip_norm)
+        scaler.step(loop.optimizer)
+        scaler.update()
+        if loop.after_step is not None:
+            loop.after_step()
+        yield StepResult(samples, torch.stack(losses).sum() / total)
+
+
+def _own_steps(loop: Loop, step: Step, batches: Iterator[Any]) -> Iterator[StepResult]:
+    while True:
+        samples, losses = 0, []
+        for _ in range(loop.accumulate):
+            batch = next(batches)
+            samples += loop.batching.read(batch).samples or 1
+            losses.append(step(loop.model, loop.optimizer, batch))
+        known = [each.detach() if isinstance(each, Tensor) else each for each in losses if each is not None]
+        mean = sum(known) / len(known) if len(known) == loop.accumulate else None
+        yield StepResult(samples, mean)
+
+
+def planned_steps(loop: Loop, batches: Iterator[Any], plan: Plan) -> Iterator[StepResult]:
+    """Train through a run with a plan, as the documentation shows; yield after each optimizer step."""
+    clip_norm = None if loop.reference is None else loop.reference.clip_norm
+    options: dict[str, Any] = {"modules": loop.modules, "count": loop.count, "split": loop.split}
+    with start(loop.model, loop.optimizer, plan, clip_norm=clip_norm, **options) as run:
+        if loop.accumulate > 1 and plan.batch_rule is None:
+            run.of_batches(loop.accumulate)
+        before = 0
+        for window in run.windows(batches):
+            loss = run.train_step(window, loop.loss_fn)
+            if loop.after_step is not None:
+                loop.after_step()
+            samples, before = run.consumed_samples - before, run.consumed_samples
+            yield StepResult(samples, loss)
+
+
+def nonfinite_in(loop: Loop, loss: float | None) -> str:
+    """Return a description of a non-finite loss or parameter, or ""."""
+    if loss is not None and not numpy.isfinite(loss):
+        return f"the loss is {loss:g}"
+    name = nonfinite_parameter(loop.model)
+    return "" if name is None else f"parameter {name} contains NaN or infinity"
+
+
+def observed_reference(setup: Setup, seed: int, name: str = "setup") -> Reference:
+    """Return the loop's declared reference, or one with the precision observed in its own step.
+
+    Runs a few steps of a separate loop. Observed is autocast in the forward of the model.
+    """
+    loop = build(setup, seed, name)
+    if loop.reference is not None or loop.step is None:
+        return loop.reference or ASSUMED_REFERENCE
+    seen: set[str] = set()
+    kind, names = loop.device.type, {torch.bfloat16: "bf16", torch.float16: "fp16"}
+
+    def note(*_: Any) -> None:
+        seen.add(names.get(torch.get_autocast_dtype(kind), "fp32") if torch.is_autocast_enabled(kind) else "fp32")
+
+    hook = loop.model.register_forward_pre_hook(note)
+    steps = plain_steps(loop, DataStream(loop.loader, seed))
+    try:
+        for _ in range(_OBSERVED_STEPS):
+            next(steps)
+    except Exception as error:
+        raise step_failed(name, error) from error
+    finally:
+        hook.remove()
+    return Reference(seen.pop()) if len(seen) == 1 else ASSUMED_REFERENCE
+
+
+def step_failed(name: str, error: Exception) -> Exception:
+    """Return the error for a baseline whose step raises: the error itself if it is typed."""
+    from trimtab.core.errors import TrimtabError
+
+    if isinstance(error, TrimtabError):
+        return error
+    return LoopError(
+        name,
+        problem=f"A step of the loop raised {describe(error).rstrip('.')}.",
+        hint="Run a few steps of the loop by itself, and correct the error.",
+        code="baseline.failed",
+    )
+
+
+def plan_of(loop: Loop, reference: Reference, *, total_steps: int | None = None, **options: Any) -> Plan:
+    """Return a plan for a loop.
+
+    Args:
+        reference: precision and clipping of the loop.
+        total_steps: optimizer steps of the planned run, or None.
+        options: further arguments of `trimtab.plan`.
+    """
+    own: Mapping[str, Any] = {
+        "reference": reference,
+        "accumulate": loop.accumulate,
+        "longest_batch": loop.longest_batch,
+        "modules": loop.modules,
+        "count": loop.count,
+        "split": loop.split,
+        "total_steps": total_steps,
+    }
+    return make_plan(loop.model, loop.optimizer, loop.loss_fn, loop.loader, **{**own, **options})
+
+
+def with_reference(loop: Loop, reference: Reference) -> Loop:
+    """Return the loop with its reference, declared or observed."""
+    return replace(loop, reference=reference)

@@ -1,0 +1,182 @@
+"""Results of experiments as one long table: a row has an arm, seed, round, metric, value and unit.
+
+Comparisons and ablations are queries on this table, so a new figure needs no new class of rows.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from trimtab.core.errors import FormatError
+from trimtab.planner.statistics import Interval, mean_interval, paired_ratios, rank_interval, ratio_interval
+
+SCHEMA = 1
+
+
+class Row(NamedTuple):
+    """A measured value.
+
+    Args:
+        arm: name of the loop that was measured.
+        seed: seed of the paired run; -1 for values that belong to no paired run, such as peak memory.
+        round: index of the block or step within the run; -1 for values of the whole run.
+        metric: name of the quantity.
+        value: the value.
+        unit: its unit.
+    """
+
+    arm: str
+    seed: int
+    round: int
+    metric: str
+    value: float
+    unit: str
+
+
+@dataclass(frozen=True)
+class ResultTable:
+    """Rows of a result, stored as columns, so that a table of thousands of rows is a small file.
+
+    Args:
+        arms, seeds, rounds, metrics, values, units: the columns. A value that is not finite is None, as JSON requires.
+    """
+
+    arms: tuple[str, ...] = ()
+    seeds: tuple[int, ...] = ()
+    rounds: tuple[int, ...] = ()
+    metrics: tuple[str, ...] = ()
+    values: tuple[float | None, ...] = ()
+    units: tuple[str, ...] = ()
+    schema: int = SCHEMA
+
+    def __post_init__(self) -> None:
+        if self.schema != SCHEMA:
+            raise FormatError("table.schema", got=repr(self.schema), expected=str(SCHEMA))
+        columns = (self.arms, self.seeds, self.rounds, self.metrics, self.values, self.units)
+        if len({len(column) for column in columns}) > 1:
+            raise FormatError("table", got="columns of different lengths", expected="one length")
+
+    @classmethod
+    def of(cls, rows: Iterable[Row]) -> ResultTable:
+        """Return a table of rows."""
+        finite = [row._replace(value=row.value if math.isfinite(row.value) else None) for row in rows]  # type: ignore[arg-type]
+        return cls(*zip(*finite, strict=True)) if finite else cls()
+
+    def __len__(self) -> int:
+        return len(self.arms)
+
+    def __iter__(self) -> Iterator[Row]:
+        columns = zip(self.arms, self.seeds, self.rounds, self.metrics, self.values, self.units, strict=True)
+        for arm, seed, number, metric, value, unit in columns:
+            yield Row(arm, seed, number, metric, math.nan if value is None else value, unit)
+
+    @functools.cached_property
+    def _index(self) -> dict[tuple[str, str], list[Row]]:
+        found: dict[tuple[str, str], list[Row]] = {}
+        for row in self:
+            found.setdefault((row.metric, row.arm), []).append(row)
+        return found
+
+    def select(self, metric: str, arm: str, seed: int | None = None) -> list[Row]:
+        """Return the rows of a metric and arm in their order; of one seed, if given."""
+        return [row for row in self._index.get((metric, arm), ()) if seed in (None, row.seed)]
+
+    def value(self, metric: str, arm: str, seed: int = -1) -> float | None:
+        """Return the last value of a metric, arm and seed; None without one."""
+        found = [row.value for row in self.select(metric, arm, seed)]
+        return found[-1] if found else None
+
+    def seeds_of(self, arm: str) -> list[int]:
+        """Return the seeds of an arm's paired runs with timed blocks."""
+        return sorted({row.seed for row in self.select(SECONDS, arm)})
+
+
+# Metrics of paired runs, and their units.
+SECONDS, CPU_SECONDS, SAMPLES, LOSS, PEAK = "seconds", "cpu_seconds", "samples", "loss", "peak_bytes"
+UNITS = {SECONDS: "s", CPU_SECONDS: "s", SAMPLES: "samples", LOSS: "", PEAK: "B"}
+EVALUATION = "evaluation:"
+
+
+def speed_of_pair(table: ResultTable, arm: str, against: str, seed: int, *, metric: str = SECONDS) -> Interval | None:
+    """Return the speed of an arm relative to another in one paired run, by its interleaved blocks; None without two.
+
+    Blocks of one round take the same samples in both arms, one after the other. The first block is left out, because
+    it includes one-time costs.
+    """
+    seconds = [_seconds_per_sample(table, each, seed, metric)[1:] for each in (arm, against)]
+    if min(map(len, seconds)) < 2:
+        return None
+    return rank_interval(paired_ratios(seconds[0], seconds[1]))
+
+
+def _seconds_per_sample(table: ResultTable, arm: str, seed: int, metric: str) -> list[float]:
+    taken = [row.value for row in table.select(metric, arm, seed)]
+    samples = [row.value for row in table.select(SAMPLES, arm, seed)]
+    return [seconds / number for seconds, number in zip(taken, samples, strict=True) if number]
+
+
+def speeds(table: ResultTable, arm: str, against: str, *, metric: str = SECONDS) -> dict[int, float]:
+    """Return the speed of an arm relative to another by seed, for all pairs in which both ran."""
+    found = {}
+    for seed in table.seeds_of(against):
+        if (pair := speed_of_pair(table, arm, against, seed, metric=metric)) is not None:
+            found[seed] = pair.mean
+    return found
+
+
+def speed(table: ResultTable, arm: str, against: str, *, metric: str = SECONDS) -> Interval | None:
+    """Return the speed of an arm relative to another, with the t interval over paired runs; None without pairs."""
+    pairs = list(speeds(table, arm, against, metric=metric).values())
+    return ratio_interval(pairs) if pairs else None
+
+
+def samples_per_s(table: ResultTable, arm: str) -> float | None:
+    """Return an arm's median samples per second over its blocks; None without blocks."""
+    rates = sorted(
+        1 / seconds
+        for seed in table.seeds_of(arm)
+        for seconds in _seconds_per_sample(table, arm, seed, SECONDS)[1:]
+        if seconds > 0
+    )
+    return rates[len(rates) // 2] if rates else None
+
+
+def loss_curve(table: ResultTable, arm: str, seed: int) -> list[tuple[float, float]]:
+    """Return (samples trained on, loss) after each step of an arm."""
+    number, found = 0.0, []
+    rows = {row.round: row.value for row in table.select("step_samples", arm, seed)}
+    for row in table.select(LOSS, arm, seed):
+        number += rows.get(row.round, 0.0)
+        found.append((number, row.value))
+    return found
+
+
+def loss_difference(table: ResultTable, arm: str, against: str) -> Interval | None:
+    """Return the relative difference of the mean loss over the last third of training, in percent; positive is worse.
+
+    Both arms have trained on the same samples. None without losses of both arms.
+    """
+    found = []
+    for seed in table.seeds_of(against):
+        curves = [_last_third(loss_curve(table, each, seed)) for each in (arm, against)]
+        if all(curves) and (theirs := math.fsum(curves[1]) / len(curves[1])) != 0:
+            ours = math.fsum(curves[0]) / len(curves[0])
+            found.append(100 * (ours - theirs) / abs(theirs))
+    return mean_interval(found) if found else None
+
+
+def _last_third(curve: Sequence[tuple[float, float]]) -> list[float]:
+    return [loss for _, loss in curve[len(curve) * 2 // 3 :]]
+
+
+def final_values(table: ResultTable, arm: str) -> dict[str, list[float]]:
+    """Return the values of an arm's evaluations after the last step, by name, a value per seed."""
+    found: dict[str, list[float]] = {}
+    for row in table:
+        if row.arm == arm and row.metric.startswith(EVALUATION):
+            found.setdefault(row.metric.removeprefix(EVALUATION), []).append(row.value)
+    return found

@@ -1,0 +1,167 @@
+"""Loops of trainers: the training step of a Transformers Trainer or of a Lightning module, as a `Loop`.
+
+The packages are not imported here: the trainers are the user's objects, and only their public methods are used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trimtab.core.errors import ValueGivenError
+from trimtab.core.objective import Reference
+from trimtab.experiments.loops import Loop
+from trimtab.losses import Summed
+
+_IGNORED = -100  # Label of Transformers' losses for tokens that do not count.
+
+
+def loop_of_trainer(found: Any) -> Loop | None:
+    """Return the loop of a trainer; None for something else.
+
+    Args:
+        found: a `transformers.Trainer`, or a tuple of a Lightning Trainer, its module and its loader.
+    """
+    if _is_a(found, "transformers", "Trainer"):
+        return _of_transformers(found)
+    if isinstance(found, tuple) and len(found) == 3 and _is_a(found[0], "lightning", "Trainer"):
+        return _of_lightning(*found)
+    return None
+
+
+def _is_a(value: Any, package: str, name: str) -> bool:
+    """Return True if a base class of the value has a name and comes from a package (also as pytorch_<package>)."""
+    packages = (package, f"pytorch_{package}")
+    return any(kind.__name__ == name and kind.__module__.split(".")[0] in packages for kind in type(value).__mro__)
+
+
+def _of_transformers(trainer: Any) -> Loop:
+    """Return the loop of a Transformers Trainer: its loader, loss, optimizer, clipping and scheduler."""
+    args = trainer.args
+    accumulate = int(args.gradient_accumulation_steps)
+    loader = trainer.get_train_dataloader()
+    steps = int(args.max_steps) if args.max_steps > 0 else _num_steps(loader, accumulate, args.num_train_epochs)
+    trainer.create_optimizer_and_scheduler(steps)
+    model, optimizer, scheduler = trainer.model, trainer.optimizer, trainer.lr_scheduler
+    clip_norm = args.max_grad_norm if args.max_grad_norm and args.max_grad_norm > 0 else None
+    precision = {"bf16": "bf16", "fp16": "fp16"}.get(trainer.accelerator.mixed_precision, "fp32")
+    place = {"number": 0}
+
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any) -> Tensor:
+        trainer.current_gradient_accumulation_steps = accumulate
+        loss: Tensor = trainer.training_step(model, batch)
+        place["number"] += 1
+        if place["number"] % accumulate == 0:
+            if clip_norm is not None:
+                trainer.accelerator.clip_grad_norm_(model.parameters(), clip_norm)
+            optimizer.step()
+            scheduler.step()
+            model.zero_grad()
+        return loss * accumulate  # The Trainer returns the batch's share of the step's mean.
+
+    def loss_fn(model: nn.Module, batch: Any) -> Any:
+        loss = trainer.compute_loss(model, dict(batch))
+        labels = batch.get("labels") if isinstance(batch, Mapping) else None
+        if not isinstance(labels, Tensor) or labels.dim() < 2 or labels.is_floating_point():
+            return loss
+        count = (labels[..., 1:] != _IGNORED).sum()
+        return Summed(loss * count, count)
+
+    return Loop(
+        model,
+        optimizer,
+        loss_fn,
+        loader,
+        step=step,
+        after_step=scheduler.step,
+        accumulate=accumulate,
+        reference=Reference(precision, clip_norm=clip_norm),
+    )
+
+
+def _num_steps(loader: Any, accumulate: int, epochs: float) -> int:
+    try:
+        return max(1, int(len(loader) * epochs) // accumulate)
+    except TypeError:
+        return 1
+
+
+def _of_lightning(trainer: Any, module: Any, loader: Any) -> Loop:
+    """Return the loop of a Lightning module: its training step, optimizer, clipping and scheduler.
+
+    Raises:
+        ValueGivenError: the module optimizes by hand, or has several optimizers.
+    """
+    if not module.automatic_optimization:
+        raise ValueGivenError(
+            "setup",
+            got="a Lightning module with manual optimization",
+            expected="automatic optimization",
+            hint="Return a trimtab.Loop whose step is the module's training step.",
+            code="setup.manual_optimization",
+        )
+    optimizer, scheduler = _configured(module.configure_optimizers())
+    accumulate, clip_norm = int(trainer.accumulate_grad_batches), trainer.gradient_clip_val or None
+    precision = {"bf16-mixed": "bf16", "16-mixed": "fp16"}.get(str(trainer.precision), "fp32")
+    place = {"number": 0}
+
+    def loss_of(batch: Any) -> Any:
+        found = module.training_step(batch, place["number"])
+        return found["loss"] if isinstance(found, Mapping) else found
+
+    forward = trainer.precision_plugin.forward_context
+
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any) -> Tensor:
+        batch = model.transfer_batch_to_device(batch, next(model.parameters()).device, 0)  # type: ignore[operator]
+        with forward():
+            loss: Tensor = loss_of(batch)
+        (loss / accumulate).backward()
+        place["number"] += 1
+        if place["number"] % accumulate == 0:
+            if clip_norm is not None:
+                nn.utils.clip_grad_norm_(model.parameters(), float(clip_norm))
+            optimizer.step()
+            if scheduler is not None:
+                scheduler()
+            optimizer.zero_grad()
+        return loss
+
+    return Loop(
+        module,
+        optimizer,
+        lambda model, batch: loss_of(batch),
+        loader,
+        step=step,
+        after_step=scheduler,
+        accumulate=accumulate,
+        reference=Reference(precision, clip_norm=None if clip_norm is None else float(clip_norm)),
+    )
+
+
+def _configured(found: Any) -> tuple[torch.optim.Optimizer, Callable[[], Any] | None]:
+    """Return the optimizer, and the step of a scheduler that is stepped after each optimizer step, or None."""
+    schedulers: list[Any] = []
+    if isinstance(found, Mapping):
+        schedulers = [found["lr_scheduler"]] if found.get("lr_scheduler") is not None else []
+        found = found["optimizer"]
+    elif isinstance(found, tuple) and len(found) == 2 and isinstance(found[0], list):
+        found, schedulers = found
+    optimizers = list(found) if isinstance(found, list | tuple) else [found]
+    if len(optimizers) != 1 or len(schedulers) > 1:
+        raise ValueGivenError(
+            "setup",
+            got=f"{len(optimizers)} optimizers and {len(schedulers)} schedulers",
+            expected="one optimizer, and at most one scheduler",
+            code="setup.several_optimizers",
+        )
+    return optimizers[0], next(_stepped(schedulers), None)
+
+
+def _stepped(schedulers: list[Any]) -> Iterator[Callable[[], Any]]:
+    for each in schedulers:
+        config = each if isinstance(each, Mapping) else {"scheduler": each}
+        if config.get("interval", "epoch") == "step":
+            yield config["scheduler"].step
