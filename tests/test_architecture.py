@@ -50,6 +50,7 @@ ONLY = {
         "trimtab.training",
         "trimtab.distributed",
         "trimtab.checkpoint",
+        "trimtab.experiments",
     },  # the package root alone, not what is below it
     "trimtab.core": {"trimtab.core"},
     "trimtab.carbon": {"trimtab.core", "trimtab.carbon"},
@@ -143,6 +144,7 @@ OPTIONAL = {
         "trimtab.cli",
         "trimtab.cli.checkpoint_commands",
         "trimtab.cli.train_commands",
+        "trimtab.cli.loop_commands",
         "trimtab.cli.main",
         "trimtab.cli.planning_commands",
         "trimtab.cli.options",

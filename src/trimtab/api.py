@@ -350,7 +350,8 @@ def limits_of(budget: Budget | None, memory: int | str | None, time: float | Non
             hint="Pass trimtab.Budget(memory=..., time=...) alone, or memory and time alone.",
             code="argument.conflict",
         )
-    return validation.dataclass_or("budget", budget, Budget, Budget(memory, time))
+    found: Budget = validation.dataclass_or("budget", budget, Budget, Budget(memory, time))
+    return found
 
 
 def _refuse_caching(adapt: str | Collection[str] | None) -> None:

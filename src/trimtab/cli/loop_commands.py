@@ -125,8 +125,8 @@ def _write_and_show(found: Any, folder: Path, *, as_json: bool) -> None:
 
 def plan_loop(setup: Callable[[int], Any], task: str, progress: Any, **planning: Any) -> Any:
     """Return the plan of a loop; further arguments of `trimtab.plan`."""
-    from trimtab.experiments import loops
+    from trimtab.experiments import loop_setup
 
     name = task.rpartition(":")[2]
-    reference = loops.observed_reference(setup, 0, name)
-    return loops.plan_of(loops.build(setup, 0, name), reference, progress=progress, **planning)
+    reference = loop_setup.observed_reference(setup, 0, name)
+    return loop_setup.plan_of(loop_setup.build(setup, 0, name), reference, progress=progress, **planning)

@@ -139,10 +139,10 @@ def plan(
         from trimtab.api import Metering
 
         refuse_for_setup(task, {"--explain": (explain, False)})
-        asked: dict[str, Any] = {"adapt": wanted or None, "budget": limits, "objective": weights}
-        asked["metering"] = Metering(energy_watts, without=without_meter)
+        metering = Metering(energy_watts, without=without_meter)
+        given: dict[str, Any] = {"adapt": wanted or None, "budget": limits, "objective": weights, "metering": metering}
         with ProgressBar() as progress:
-            made = plan_loop(setup, task, progress, **asked)
+            made = plan_loop(setup, task, progress, **given)
         try:
             if out is not None:
                 made.save(out)

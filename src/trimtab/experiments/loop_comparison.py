@@ -22,9 +22,10 @@ from trimtab.core import validation
 from trimtab.core.errors import TrimtabError, ValueGivenError
 from trimtab.core.objective import Reference
 from trimtab.core.progress import Progress, silent
-from trimtab.experiments import loops, result_table
+from trimtab.experiments import loop_setup, loops, result_table
 from trimtab.experiments.loop_result import CONTROL, LoopComparison
-from trimtab.experiments.loops import DataStream, Loop, Setup, StepResult
+from trimtab.experiments.loop_setup import Setup
+from trimtab.experiments.loops import DataStream, Loop, StepResult
 from trimtab.experiments.result_table import EVALUATION, LOSS, PEAK, SAMPLES, UNITS, ResultTable, Row
 from trimtab.measure.machine import environment
 from trimtab.measure.timing import synchronize
@@ -127,7 +128,7 @@ def race(
         )
     with _process_kept():
         arms = [
-            _plain_arm(title, each, loops.observed_reference(each, 0, title))
+            _plain_arm(title, each, loop_setup.observed_reference(each, 0, title))
             for title, each in zip(titles, every, strict=True)
         ]
         return _run(" against ".join(titles), arms, steps, pairs, progress)
@@ -164,9 +165,9 @@ def _planned(
     setup: Setup, plan: Plan | None, name: str, progress: Progress, planning: Mapping[str, Any]
 ) -> tuple[Reference, Plan, Arm]:
     """Return the baseline's reference, the plan and the planned arm."""
-    reference = loops.observed_reference(setup, 0, name)
+    reference = loop_setup.observed_reference(setup, 0, name)
     if plan is None:
-        plan = loops.plan_of(loops.build(setup, 0, name), reference, progress=progress, **planning)
+        plan = loop_setup.plan_of(loop_setup.build(setup, 0, name), reference, progress=progress, **planning)
     return reference, plan, _planned_arm(PLANNED, setup, reference, plan)
 
 
@@ -199,7 +200,7 @@ def _planned_arm(name: str, setup: Setup, reference: Reference, plan: Plan) -> A
 
 
 def _referring(setup: Setup, reference: Reference, name: str) -> Setup:
-    return lambda seed: loops.with_reference(loops.build(setup, seed, name), reference)
+    return lambda seed: loop_setup.with_reference(loop_setup.build(setup, seed, name), reference)
 
 
 @contextlib.contextmanager
@@ -267,7 +268,7 @@ def _measure_peak(arm: Arm, rows: list[Row], failures: dict[str, str], *, is_bas
         rows.append(Row(arm.name, -1, -1, PEAK, float(found), UNITS[PEAK]))
     except Exception as error:
         if is_baseline:
-            raise loops.step_failed(arm.name, error) from error
+            raise loop_setup.step_failed(arm.name, error) from error
         failures[arm.name] = describe(error)
     finally:
         _close(steps, stream)
@@ -356,7 +357,7 @@ def _guarded(arm: Arm, baseline: Arm, failures: dict[str, str], function: Callab
         return function(*arguments)
     except Exception as error:
         if arm.name in (baseline.name, CONTROL):
-            raise loops.step_failed(baseline.name, error) from error
+            raise loop_setup.step_failed(baseline.name, error) from error
         failures[arm.name] = describe(error) if not isinstance(error, TrimtabError) else error.reason
         return None
 

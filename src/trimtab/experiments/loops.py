@@ -8,15 +8,14 @@ order, however many random numbers their steps draw.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy
 import torch
 from torch import Tensor, nn
 
-from trimtab.api import plan as make_plan
 from trimtab.api import start
 from trimtab.core import validation
 from trimtab.core.errors import LoopError, ValueGivenError
@@ -25,13 +24,11 @@ from trimtab.experiments.baselines.loop import autocast
 from trimtab.losses import parts_of
 from trimtab.measure.finite_check import nonfinite_parameter
 from trimtab.plans.plan import Plan
-from trimtab.profiling.measurement_notes import describe
 from trimtab.training.batch import BatchSplitting, Count, Split, to_device
 from trimtab.training.run import LossFn
 
 Step = Callable[[nn.Module, torch.optim.Optimizer, Any], Any]
 Evaluate = Callable[[nn.Module], Any]
-_OBSERVED_STEPS = 2
 
 
 @dataclass(frozen=True)
@@ -107,47 +104,6 @@ class Loop:
             return len(self.loader)  # type: ignore[arg-type]
         except TypeError:
             return None
-
-
-Setup = Callable[[int], Any]
-
-
-def build(setup: Setup, seed: int, name: str = "setup") -> Loop:
-    """Return the loop that `setup(seed)` builds, with all random generators seeded before the call.
-
-    Raises:
-        ValueGivenError: `setup` is not callable, or returns something else than a loop or a trainer.
-        LoopError: `setup` raises, chained to the original error.
-    """
-    from trimtab.experiments.trainer_loops import loop_of_trainer
-
-    if not callable(setup):
-        raise ValueGivenError(
-            name,
-            got=f"a {type(setup).__name__}",
-            expected="a function setup(seed) that returns a trimtab.Loop",
-            code="setup.not_callable",
-        )
-    seed_everything(seed)
-    try:
-        found = setup(seed)
-    except Exception as error:
-        raise LoopError(
-            name,
-            problem=f"{name}({seed}) raised {describe(error).rstrip('.')}.",
-            hint="Call it yourself with a number, and correct the error.",
-            code="setup.failed",
-        ) from error
-    loop = found if isinstance(found, Loop) else loop_of_trainer(found)
-    if loop is None:
-        raise ValueGivenError(
-            name,
-            got=f"{name}({seed}) returned a {type(found).__name__}",
-            expected="a trimtab.Loop, a Transformers Trainer, or a Lightning (trainer, module, loader)",
-            code="setup.not_loop",
-        )
-    loop.model.train()
-    return loop
 
 
 def seed_everything(seed: int) -> None:
@@ -304,68 +260,3 @@ def nonfinite_in(loop: Loop, loss: float | None) -> str:
         return f"the loss is {loss:g}"
     name = nonfinite_parameter(loop.model)
     return "" if name is None else f"parameter {name} contains NaN or infinity"
-
-
-def observed_reference(setup: Setup, seed: int, name: str = "setup") -> Reference:
-    """Return the loop's declared reference, or one with the precision observed in its own step.
-
-    Runs a few steps of a separate loop. Observed is autocast in the forward of the model.
-    """
-    loop = build(setup, seed, name)
-    if loop.reference is not None or loop.step is None:
-        return loop.reference or ASSUMED_REFERENCE
-    seen: set[str] = set()
-    kind, names = loop.device.type, {torch.bfloat16: "bf16", torch.float16: "fp16"}
-
-    def note(*_: Any) -> None:
-        seen.add(names.get(torch.get_autocast_dtype(kind), "fp32") if torch.is_autocast_enabled(kind) else "fp32")
-
-    hook = loop.model.register_forward_pre_hook(note)
-    steps = plain_steps(loop, DataStream(loop.loader, seed))
-    try:
-        for _ in range(_OBSERVED_STEPS):
-            next(steps)
-    except Exception as error:
-        raise step_failed(name, error) from error
-    finally:
-        hook.remove()
-    return Reference(seen.pop()) if len(seen) == 1 else ASSUMED_REFERENCE
-
-
-def step_failed(name: str, error: Exception) -> Exception:
-    """Return the error for a baseline whose step raises: the error itself if it is typed."""
-    from trimtab.core.errors import TrimtabError
-
-    if isinstance(error, TrimtabError):
-        return error
-    return LoopError(
-        name,
-        problem=f"A step of the loop raised {describe(error).rstrip('.')}.",
-        hint="Run a few steps of the loop by itself, and correct the error.",
-        code="baseline.failed",
-    )
-
-
-def plan_of(loop: Loop, reference: Reference, *, total_steps: int | None = None, **options: Any) -> Plan:
-    """Return a plan for a loop.
-
-    Args:
-        reference: precision and clipping of the loop.
-        total_steps: optimizer steps of the planned run, or None.
-        options: further arguments of `trimtab.plan`.
-    """
-    own: Mapping[str, Any] = {
-        "reference": reference,
-        "accumulate": loop.accumulate,
-        "longest_batch": loop.longest_batch,
-        "modules": loop.modules,
-        "count": loop.count,
-        "split": loop.split,
-        "total_steps": total_steps,
-    }
-    return make_plan(loop.model, loop.optimizer, loop.loss_fn, loop.loader, **{**own, **options})
-
-
-def with_reference(loop: Loop, reference: Reference) -> Loop:
-    """Return the loop with its reference, declared or observed."""
-    return replace(loop, reference=reference)

@@ -77,8 +77,7 @@ def loader_of(loader_or_batch: Any) -> Iterable[Any] | None:
     """
     if isinstance(loader_or_batch, DataLoader):
         return loader_or_batch
-    contained = Tensor | Mapping | Sequence | str | bytes
-    if isinstance(loader_or_batch, contained) or not hasattr(loader_or_batch, "__iter__"):
+    if isinstance(loader_or_batch, (Tensor, Mapping, Sequence)) or not hasattr(loader_or_batch, "__iter__"):
         return None
     if isinstance(loader_or_batch, Iterator):
         raise ValueGivenError(

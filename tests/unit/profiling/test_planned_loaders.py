@@ -1,0 +1,101 @@
+"""`trimtab.plan` with a loader in place of a batch: its batches are drawn, and drawn again by the next epoch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from raising import raises
+from small_loops import sgd
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+import trimtab
+from trimtab.core.errors import ValueGivenError
+from trimtab.profiling.sample_batches import first_batch, loader_of
+
+ROWS = TensorDataset(torch.randn(32, 4), torch.randint(0, 3, (32,)))
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(torch.arange(32.0).reshape(8, 4))
+
+
+class Batches:
+    """Batches that are neither a container nor an object with tensors."""
+
+    def __iter__(self):
+        generator = torch.Generator().manual_seed(0)
+        return (torch.randn(8, 4, generator=generator) for _ in range(3))
+
+
+class Graph:
+    """A batch that can be iterated over its parts."""
+
+    def __init__(self):
+        self.x = torch.randn(3, 4)
+
+    def __iter__(self):
+        return iter([("x", self.x)])
+
+
+def loss_fn(model, batch):
+    return nn.functional.cross_entropy(model(batch[0]), batch[1])
+
+
+@pytest.mark.parametrize(
+    "batch", [torch.ones(2), [torch.ones(2)], (torch.ones(2),), {"x": torch.ones(2)}, Graph(), "text", 3]
+)
+def test_a_batch_is_no_loader(batch):
+    assert loader_of(batch) is None
+
+
+@pytest.mark.parametrize("loader", [DataLoader(ROWS, 8), DataLoader(Stream(), 2), Batches()])
+def test_a_loader_yields_its_first_batch_again(loader):
+    assert loader_of(loader) is loader
+    torch.manual_seed(3)
+    state = torch.get_rng_state()
+    first = first_batch(loader)
+    assert torch.equal(torch.get_rng_state(), state)
+    again = next(iter(loader))
+    assert all(map(torch.equal, *((each,) if isinstance(each, torch.Tensor) else each for each in (first, again))))
+
+
+def test_iterators_and_empty_loaders_are_refused():
+    with raises(ValueGivenError, code="data.iterator"):
+        loader_of(iter(DataLoader(ROWS, 8)))
+    with raises(ValueGivenError, code="data.empty"):
+        first_batch(DataLoader(TensorDataset(torch.ones(0, 2)), 8))
+    broken = DataLoader(Stream(), 2)
+    broken.dataset.items = iter([1])
+    with raises(ValueGivenError, code="data.one_shot"):
+        first_batch(broken)
+
+
+@pytest.mark.usefixtures("brief_trials")
+def test_a_plan_for_a_loader_times_it_and_counts_accumulated_batches():
+    model = nn.Linear(4, 3)
+    plan = trimtab.plan(model, sgd(model), loss_fn, DataLoader(ROWS, 8), num_blocks=3, memory="1GiB")
+    assert plan.batch_size == 8
+    with raises(ValueGivenError, code="argument.conflict"):
+        trimtab.plan(model, sgd(model), loss_fn, DataLoader(ROWS, 8), memory="1GiB", budget=trimtab.Budget())
+
+
+def test_accumulated_batches_are_as_many_steps_of_the_planned_batch(monkeypatch):
+    from trimtab import api
+
+    asked = {}
+
+    class Stopped(Exception):
+        pass
+
+    def profile(*args, **options):
+        asked.update(options)
+        raise Stopped
+
+    monkeypatch.setattr(api, "profile", profile)
+    model = nn.Linear(4, 3)
+    with pytest.raises(Stopped):
+        trimtab.plan(model, sgd(model), loss_fn, DataLoader(ROWS, 8), total_steps=10, accumulate=4)
+    assert (asked["total_steps"], asked["adapts_batch_size"]) == (40, True)
+    assert isinstance(asked["data"], DataLoader)
