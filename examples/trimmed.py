@@ -20,7 +20,7 @@ def main(epochs=3):
     loader = DataLoader(data, batch_size=128, shuffle=True, generator=torch.Generator().manual_seed(0))
     model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 10))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    plan = trimtab.plan(model, optimizer, loss_fn, example_batch=data[:128])
+    plan = trimtab.plan(model, optimizer, loss_fn, loader)
     print(plan)
     run = trimtab.start(model, optimizer, plan)
     for epoch in range(epochs):

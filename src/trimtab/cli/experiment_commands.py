@@ -68,7 +68,7 @@ def compare(
     as_json: Json = False,
 ) -> None:
     """Compare the baseline loop with the plan in paired runs, and report the gain."""
-    if (setup := setup_named(task)) is not None:
+    if (setup := setup_named(task, as_loop=steps is not None)) is not None:
         given = {
             "--whole": (whole, None),
             "--quick": (quick, False),
@@ -86,7 +86,7 @@ def compare(
         how: dict[str, Any] = {"steps": steps, "pairs": pairs, "memory": memory, "plan_file": plan_file, "out": out}
         run_loops("compare", setup, task, fail_below=fail_below, as_json=as_json, **how)
         return
-    refuse_for_task(task, {"--steps": steps, "--fail-below": fail_below})
+    refuse_for_task(task, fail_below)
     import trimtab.experiments.report.svg  # noqa: F401 - fails now, not after hours, if a package for the report is missing
     from trimtab.experiments.comparison.compare_command import CompareRequest, run_comparison
 
@@ -147,7 +147,7 @@ def ablate(
     as_json: Json = False,
 ) -> None:
     """Measure every change of a plan alone: added to the baseline, and removed from the plan."""
-    if (setup := setup_named(task)) is not None:
+    if (setup := setup_named(task, as_loop=steps is not None)) is not None:
         given = {
             "--whole": (whole, None),
             "--quick": (quick, False),
@@ -161,7 +161,6 @@ def ablate(
         how: dict[str, Any] = {"steps": steps, "pairs": seeds, "memory": memory, "plan_file": plan_file, "out": out}
         run_loops("ablate", setup, task, fail_below=None, as_json=as_json, **how)
         return
-    refuse_for_task(task, {"--steps": steps})
     import trimtab.experiments.report.svg  # noqa: F401 - fails now, not after hours, if a package for the report is missing
     from trimtab.core.objective import Budget
     from trimtab.core.serialization import read_json

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,7 +14,7 @@ from trimtab.core.errors import ValueGivenError
 from trimtab.experiments.progress_bar import ProgressBar
 
 Steps = Annotated[
-    int | None, typer.Option(min=2, help="with a function setup(seed): optimizer steps of each loop per pair (100)")
+    int | None, typer.Option(min=2, help="optimizer steps of each loop per pair (100 with a function setup(seed))")
 ]
 FailBelow = Annotated[
     float | None,
@@ -22,14 +22,19 @@ FailBelow = Annotated[
 ]
 
 
-def setup_named(task: str) -> Callable[[int], Any] | None:
-    """Return the function `setup(seed)` that a name stands for; None for a task, a profile or a plan."""
-    if ":" not in task:
+def setup_named(task: str, *, as_loop: bool = False) -> Any:
+    """Return what builds the loop that a name stands for, or None for a task, a profile or a plan.
+
+    Args:
+        task: name of a task or of a function `setup(seed)`.
+        as_loop: True to return a task too, whose loop is then compared without its metric and recipes.
+    """
+    if not as_loop and ":" not in task:
         return None
     from trimtab.tasks import load_task_or_setup
 
     found = load_task_or_setup(task)
-    return found if callable(found) else None
+    return found if as_loop or callable(found) else None
 
 
 def refuse_for_setup(task: str, options: Mapping[str, tuple[Any, Any]]) -> None:
@@ -44,21 +49,20 @@ def refuse_for_setup(task: str, options: Mapping[str, tuple[Any, Any]]) -> None:
             )
 
 
-def refuse_for_task(task: str, options: Mapping[str, Any]) -> None:
-    """Raise `ValueGivenError` for given options that apply to a setup only."""
-    for name, value in options.items():
-        if value is not None:
-            raise ValueGivenError(
-                name,
-                problem=f"{name} applies to a function setup(seed), but {task} is a task, which has its own length.",
-                hint=f"Remove {name}, or name a function: train.py:setup.",
-                code="option.needs_setup",
-            )
+def refuse_for_task(task: str, fail_below: float | None) -> None:
+    """Raise `ValueGivenError` for `--fail-below` with a task that is compared over its own length."""
+    if fail_below is not None:
+        raise ValueGivenError(
+            "--fail-below",
+            problem=f"--fail-below needs --steps with {task}, a task, whose comparison has verdicts of its own.",
+            hint="Add --steps, or name a function: train.py:setup.",
+            code="option.needs_steps",
+        )
 
 
 def run_loops(
     command: str,
-    setup: Callable[[int], Any],
+    setup: Any,
     task: str,
     *,
     steps: int | None,
@@ -88,7 +92,9 @@ def run_loops(
 
 
 def race(
-    loops: Annotated[list[str], typer.Argument(help="two or more functions setup(seed): a.py:setup b.py:setup")],
+    loops: Annotated[
+        list[str], typer.Argument(help="two or more functions setup(seed) or tasks: a.py:setup b.py:setup")
+    ],
     steps: Steps = None,
     pairs: Annotated[
         int, typer.Option(min=1, help="paired runs, each with its own seed: 5 for a verdict, 8 for a claim")
@@ -101,16 +107,11 @@ def race(
     from trimtab.experiments import loop_comparison
     from trimtab.experiments.output_folder import folder_of
 
-    setups = [setup_named(name) for name in loops]
-    for name, setup in zip(loops, setups, strict=True):
-        if setup is None:
-            raise ValueGivenError(
-                "loops", got=name, expected="a function setup(seed), as train.py:setup", code="race.not_setup"
-            )
+    setups = [setup_named(name, as_loop=True) for name in loops]
     folder = folder_of("race", loops[0], out)
-    how = {} if steps is None else {"steps": steps}
+    how: dict[str, Any] = {} if steps is None else {"steps": steps}
     with ProgressBar() as progress:
-        found = loop_comparison.race(*setups, pairs=pairs, names=loops, progress=progress, **how)  # type: ignore[arg-type]
+        found = loop_comparison.race(*setups, pairs=pairs, names=loops, progress=progress, **how)
     _write_and_show(found, folder, as_json=as_json)
     if fail_below is not None and found.is_below(fail_below):
         raise typer.Exit(1)
@@ -123,7 +124,7 @@ def _write_and_show(found: Any, folder: Path, *, as_json: bool) -> None:
     print_json(found) if as_json else print_text(f"{found}\nreport: {page}")
 
 
-def plan_loop(setup: Callable[[int], Any], task: str, progress: Any, **planning: Any) -> Any:
+def plan_loop(setup: Any, task: str, progress: Any, **planning: Any) -> Any:
     """Return the plan of a loop; further arguments of `trimtab.plan`."""
     from trimtab.experiments import loop_setup
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import nn
 
 from trimtab.api import plan as make_plan
 from trimtab.core.errors import LoopError, TrimtabError, ValueGivenError
@@ -15,8 +16,11 @@ from trimtab.experiments.loops import DataStream, Loop, plain_steps, seed_everyt
 from trimtab.experiments.trainer_loops import loop_of_trainer
 from trimtab.plans.plan import Plan
 from trimtab.profiling.measurement_notes import describe
+from trimtab.tasks.placement import device_here
+from trimtab.tasks.task import Task, TaskData
+from trimtab.training.batch import to_device
 
-Setup = Callable[[int], Any]
+Setup = Callable[[int], Any] | Task
 _OBSERVED_STEPS = 2
 
 
@@ -27,6 +31,8 @@ def build(setup: Setup, seed: int, name: str = "setup") -> Loop:
         ValueGivenError: `setup` is not callable, or returns something else than a loop or a trainer.
         LoopError: `setup` raises, chained to the original error.
     """
+    if isinstance(setup, Task):
+        setup, name = setup_of_task(setup), setup.name
     if not callable(setup):
         raise ValueGivenError(
             name,
@@ -54,6 +60,41 @@ def build(setup: Setup, seed: int, name: str = "setup") -> Loop:
         )
     loop.model.train()
     return loop
+
+
+def setup_of_task(task: Task) -> Setup:
+    """Return a function that builds the loop of a task: its plain loop, or its own step."""
+
+    def setup(seed: int) -> Loop:
+        device, data = device_here(), task.load_data()
+        model = task.make_model().to(device)
+        own = task.step
+
+        def step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any) -> Any:
+            assert own is not None
+            return own(model, optimizer, to_device(batch, device))
+
+        return Loop(
+            model,
+            task.make_optimizer(model),
+            task.loss_fn,
+            _TaskLoader(data, task.batch_size, seed),
+            evaluate=lambda model: {task.metric.name: task.metric.check(task.metric.evaluate(model, data.held_out))},
+            step=None if own is None else step,
+            reference=task.reference,
+        )
+
+    return setup
+
+
+class _TaskLoader:
+    """The batches of a task's data in the order of a seed, without end."""
+
+    def __init__(self, data: TaskData, batch_size: int, seed: int) -> None:
+        self._data, self._batch_size, self._seed = data, batch_size, seed
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._data.batches(self._seed, self._batch_size)
 
 
 def observed_reference(setup: Setup, seed: int, name: str = "setup") -> Reference:
@@ -110,8 +151,10 @@ def plan_of(loop: Loop, reference: Reference, *, total_steps: int | None = None,
         "count": loop.count,
         "split": loop.split,
         "total_steps": total_steps,
+        "data": loop.loader,
     }
-    return make_plan(loop.model, loop.optimizer, loop.loss_fn, loop.loader, **{**own, **options})
+    example = next(DataStream(loop.loader, 0))  # A list as a loader would be taken for a batch.
+    return make_plan(loop.model, loop.optimizer, loop.loss_fn, example, **{**own, **options})
 
 
 def with_reference(loop: Loop, reference: Reference) -> Loop:

@@ -116,7 +116,7 @@ def speed_of_pair(table: ResultTable, arm: str, against: str, seed: int, *, metr
 def _seconds_per_sample(table: ResultTable, arm: str, seed: int, metric: str) -> list[float]:
     taken = [row.value for row in table.select(metric, arm, seed)]
     samples = [row.value for row in table.select(SAMPLES, arm, seed)]
-    return [seconds / number for seconds, number in zip(taken, samples, strict=True) if number]
+    return [seconds / number for seconds, number in zip(taken, samples, strict=False) if number]
 
 
 def speeds(table: ResultTable, arm: str, against: str, *, metric: str = SECONDS) -> dict[int, float]:

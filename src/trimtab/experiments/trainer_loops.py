@@ -108,16 +108,17 @@ def _of_lightning(trainer: Any, module: Any, loader: Any) -> Loop:
     precision = {"bf16-mixed": "bf16", "16-mixed": "fp16"}.get(str(trainer.precision), "fp32")
     place = {"number": 0}
 
-    def loss_of(batch: Any) -> Any:
-        found = module.training_step(batch, place["number"])
-        return found["loss"] if isinstance(found, Mapping) else found
+    forward, redirect = trainer.precision_plugin.forward_context, trainer.strategy._forward_redirection
 
-    forward = trainer.precision_plugin.forward_context
+    def loss_of(model: nn.Module, batch: Any) -> Any:
+        # Calls the training step within the module's forward, as Lightning's strategies do for wrapped modules.
+        found = redirect(model, module, "training_step", batch, place["number"])
+        return found["loss"] if isinstance(found, Mapping) else found
 
     def step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any) -> Tensor:
         batch = model.transfer_batch_to_device(batch, next(model.parameters()).device, 0)  # type: ignore[operator]
         with forward():
-            loss: Tensor = loss_of(batch)
+            loss: Tensor = loss_of(model, batch)
         (loss / accumulate).backward()
         place["number"] += 1
         if place["number"] % accumulate == 0:
@@ -132,7 +133,7 @@ def _of_lightning(trainer: Any, module: Any, loader: Any) -> Loop:
     return Loop(
         module,
         optimizer,
-        lambda model, batch: loss_of(batch),
+        loss_of,
         loader,
         step=step,
         after_step=scheduler,

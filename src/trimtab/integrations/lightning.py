@@ -279,7 +279,8 @@ class TrimtabStrategy(SingleDeviceStrategy):
             how = ({"total_steps": int(steps)} if steps != float("inf") else {}) | self._planning
 
             def make(example: Any, num_batches: int) -> Plan:
-                return make_plan(module, optimizer, loss_fn, example, **accumulation_arguments(how, num_batches))
+                asked = accumulation_arguments(how, num_batches, len(batches))
+                return make_plan(module, optimizer, loss_fn, example, **asked)
 
             with _unlogged(module):
                 plan = self._window.planned(batches, make)

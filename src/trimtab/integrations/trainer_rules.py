@@ -22,11 +22,19 @@ from trimtab.training.run import Run
 LIMIT_S = 1800.0
 
 
-def accumulation_arguments(planning: Mapping[str, Any], num_batches: int) -> dict[str, Any]:
+def accumulation_arguments(planning: Mapping[str, Any], num_batches: int, window: int = 1) -> dict[str, Any]:
     """Return arguments of `trimtab.plan` for an example that joins the `num_batches` batches of an accumulated step.
 
-    A number of batches in the user's own `reference` takes precedence.
+    A number of batches in the user's own `reference` takes precedence. If the example is one of `window` batches that
+    are not joined, the plan is for one of them, of which a step takes several.
+
+    Args:
+        planning: arguments of `trimtab.plan`.
+        num_batches: batches that the example joins.
+        window: batches of an optimizer step.
     """
+    if num_batches == 1 and window > 1:
+        return {"accumulate": window, **planning}
     reference = planning.get("reference") or ASSUMED_REFERENCE
     if num_batches == 1 or not isinstance(reference, Reference) or reference.accumulate > 1:
         return {**planning}

@@ -224,7 +224,7 @@ class TrimtabTrainer(Trainer):
         def make(example: Any, num_batches: int) -> Plan:
             # Planning may try other numbers of samples, and trace shapes only.
             self._labels = WindowLabels([example], is_known=False)
-            asked = accumulation_arguments(how, num_batches)
+            asked = accumulation_arguments(how, num_batches, len(batches))
             return make_plan(self.model, self.optimizer.optimizer, self._counted_loss, example, **asked)
 
         return self._checked(self._window.planned(batches, make, is_alone=self._num_ranks == 1))

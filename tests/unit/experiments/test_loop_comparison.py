@@ -1,0 +1,163 @@
+"""Comparisons, races and ablations of loops: what they measure, how they fail, and how they are kept."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+from raising import raises
+from torch import nn
+
+import trimtab
+from trimtab.core.errors import FormatError, LoopError, ValueGivenError
+from trimtab.experiments.loop_result import CONTROL, LoopComparison, sparkline
+from trimtab.experiments.loops import Loop
+from trimtab.experiments.result_table import PEAK, SAMPLES, SECONDS, ResultTable, Row
+from trimtab.plans.plan import Plan
+
+BATCHES = [torch.randn(8, 4, generator=torch.Generator().manual_seed(index)) for index in range(4)]
+
+
+def square_loss(model, batch):
+    return model(batch).square().mean()
+
+
+def make_loop(wait_s=0.0, **changes):
+    model = nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 2))
+
+    def loss_fn(model, batch):
+        time.sleep(wait_s)
+        return square_loss(model, batch)
+
+    return Loop(model, torch.optim.SGD(model.parameters(), lr=0.1), loss_fn, BATCHES, **changes)
+
+
+def quick(seed):
+    return make_loop()
+
+
+def slow(seed):
+    return make_loop(0.004)
+
+
+def test_a_race_finds_the_faster_loop_and_equal_losses():
+    found = trimtab.race(slow, quick, steps=20, pairs=2)
+    assert found.arms == ("slow", "quick")
+    assert found.speed().mean > 1.5
+    assert found.loss_difference().mean == pytest.approx(0.0, abs=1e-3)
+    assert found.memory() == pytest.approx(1.0)
+    assert 0.5 < trimtab.race(quick, quick, steps=20, pairs=1, names=("one", "other")).speed().mean < 2.0
+    assert found.num_pairs == 2
+
+
+@pytest.mark.parametrize("names", [("one",), ("same", "same"), (CONTROL, "other")])
+def test_a_race_needs_two_loops_of_different_names(names):
+    with raises(ValueGivenError, code="race.names"):
+        trimtab.race(quick, quick, names=names)
+    with raises(ValueGivenError, code="race.names"):
+        trimtab.race(quick)
+
+
+def test_a_plan_of_the_user_is_compared_and_undone():
+    plan = Plan.fixed(8, 4, fused_optimizer=True)
+    seen = []
+
+    def setup(seed):
+        seen.append(make_loop(evaluate=lambda model: {"norm": model[0].weight.norm()}))
+        return seen[-1]
+
+    found = trimtab.compare(setup, steps=12, pairs=1, plan=plan)
+    assert not found.failures
+    assert abs(found.loss_difference().mean) < 0.1
+    assert all(group["fused"] in (None, False) for loop in seen for group in loop.optimizer.param_groups)
+    assert "norm" in str(found)
+    assert len(str(found).splitlines()) <= 25
+    assert all(len(line) <= 120 for line in str(found).splitlines())
+
+
+def test_an_ablation_has_each_change_alone_and_left_out():
+    found = trimtab.ablate(quick, steps=10, pairs=1, plan=Plan.fixed(8, 4, fused_optimizer=True))
+    alone = {"micro batch alone", "plan without micro batch", "fused optimizer alone", "plan without fused optimizer"}
+    assert set(found.arms) == {"baseline", "plan", *alone}
+    assert not found.failures
+    assert all(found.speed(arm) is not None for arm in alone)
+
+
+def test_an_arm_that_fails_drops_out_and_the_baseline_raises():
+    def failing(seed):
+        calls = []
+
+        def step(model, optimizer, batch):
+            calls.append(1)
+            if len(calls) > 6:
+                raise RuntimeError("worn out")
+
+        return replace(make_loop(), step=step)
+
+    found = trimtab.race(quick, failing, steps=20, pairs=1)
+    assert set(found.failures) == {"failing"}
+    assert found.is_below(0.1)
+    assert "worn out" in str(found)
+    with raises(LoopError, code="baseline.failed"):
+        trimtab.race(failing, quick, steps=20, pairs=1)
+
+
+def test_a_loss_that_is_not_finite_drops_the_arm():
+    found = trimtab.race(quick, lambda seed: replace(make_loop(), loss_fn=lambda m, x: m(x).mean() * float("nan")),
+                         steps=10, pairs=1, names=("finite", "nan"))  # fmt: skip
+    assert "nan" in found.failures
+
+
+def test_the_process_is_left_as_it_was():
+    torch.manual_seed(1)
+    expected = torch.rand(2)
+    torch.manual_seed(1)
+    trimtab.race(quick, slow, steps=4, pairs=1)
+    assert torch.equal(torch.rand(2), expected)
+
+
+def result_of(ratios, control=1.0):
+    rows = []
+    for seed, ratio in enumerate(ratios):
+        for arm, seconds in (("baseline", 1.0), (CONTROL, control + 0.001 * seed), ("plan", 1.0 / ratio)):
+            for number in range(8):
+                rows.append(Row(arm, seed, number, SECONDS, seconds, "s"))
+                rows.append(Row(arm, seed, number, SAMPLES, 8.0, "samples"))
+    rows += [Row("baseline", -1, -1, PEAK, 100.0, "B"), Row("plan", -1, -1, PEAK, 50.0, "B")]
+    return LoopComparison("loop", ("baseline", "plan"), 80, ResultTable.of(rows))
+
+
+@pytest.mark.parametrize(
+    ("ratios", "verdict"),
+    [
+        ([1.5, 1.51, 1.49, 1.5, 1.52], "gain"),
+        ([0.5, 0.51, 0.49, 0.5, 0.52], "harm"),
+        ([1.0, 1.1, 0.9, 1.05, 0.95], "no gain"),
+        ([1.5] * 4, "no verdict"),
+    ],
+)
+def test_verdicts_need_five_pairs_and_an_interval_beside_one(ratios, verdict):
+    found = result_of(ratios)
+    assert found.verdict() == verdict
+    assert found.memory() == 0.5
+    assert verdict in str(found)
+
+
+def test_results_are_saved_as_a_page_and_as_json(tmp_path):
+    found = trimtab.race(slow, quick, steps=10, pairs=1)
+    again = LoopComparison.load(found.save(tmp_path / "result.json"))
+    assert str(again) == str(found)
+    page = found.save(tmp_path / "report.html").read_text()
+    assert found._repr_html_() in page
+    assert "<polyline" in page
+    assert "http" not in page
+    with raises(FormatError, code="result.suffix"):
+        found.save(tmp_path / "report.txt")
+
+
+def test_a_sparkline_is_as_wide_as_asked():
+    assert sparkline([3.0, 2.0, 1.0]) == "█▅▁"
+    assert len(sparkline(range(1000), 40)) == 40
+    assert sparkline([1.0]) == "▁"

@@ -1,0 +1,111 @@
+"""The commands for functions that build a loop: what they write, what they refuse, and how they end."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+
+import brief
+import pytest
+
+from trimtab import cli
+from trimtab.plans.plan import Plan
+
+TRAIN = """
+import torch, trimtab
+from torch import nn
+
+BATCHES = [torch.randn(8, 4, generator=torch.Generator().manual_seed(index)) for index in range(4)]
+
+def loss_fn(model, batch):
+    return model(batch).square().mean()
+
+def setup(seed):
+    model = nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 2))
+    return trimtab.Loop(model, torch.optim.AdamW(model.parameters()), loss_fn, BATCHES)
+
+other = setup
+number = 3
+"""
+
+
+@pytest.fixture
+def command(monkeypatch, capsys, tmp_path):
+    (tmp_path / "train.py").write_text(TRAIN)
+    Plan.fixed(8, 4).save(tmp_path / "plan.json")
+    monkeypatch.chdir(tmp_path)
+    brief.shorten(monkeypatch.setattr)
+
+    def run(line):
+        monkeypatch.setattr(sys, "argv", ["trimtab", *shlex.split(line)])
+        capsys.readouterr()
+        code = 0
+        try:
+            cli.main()
+        except SystemExit as end:
+            code = end.code or 0
+        return (code, *capsys.readouterr())
+
+    yield run
+    for name, module in list(sys.modules.items()):
+        if str(getattr(module, "__file__", None)).startswith(str(tmp_path)):
+            del sys.modules[name]
+
+
+def test_a_loop_is_compared_and_its_report_written(command, tmp_path):
+    code, out, err = command("compare train.py:setup --steps 10 --pairs 1 --plan plan.json --out result")
+    assert (code, err) == (0, "")
+    assert "samples/s" in out
+    assert {path.name for path in (tmp_path / "result").iterdir()} == {"report.html", "result.json"}
+    code, out, _ = command("compare train.py:setup --steps 10 --pairs 1 --plan plan.json --json")
+    assert (code, json.loads(out)["arms"]) == (0, ["baseline", "plan"])
+
+
+def test_a_loop_is_planned_and_its_plan_written(command, tmp_path):
+    code, out, err = command("plan train.py:setup -o made.json")
+    assert (code, err) == (0, "")
+    assert str(Plan.load(tmp_path / "made.json")) in out
+
+
+def test_a_task_is_compared_for_a_number_of_steps(command):
+    Plan.fixed(128, fused_optimizer=True).save("digits.json")
+    code, out, _ = command("compare digits_resnet --steps 4 --pairs 1 --plan digits.json")
+    assert code == 0
+    assert "accuracy" in out
+
+
+def test_loops_are_raced_and_a_plan_ablated(command):
+    code, out, _ = command("race train.py:setup train.py:other --steps 10 --pairs 1")
+    assert code == 0
+    assert "train.py:other" in out
+    code, out, _ = command("ablate train.py:setup --steps 10 --seeds 1 --plan plan.json --json")
+    assert (code, json.loads(out)["arms"]) == (0, ["baseline", "plan"])
+
+
+@pytest.mark.parametrize(("limit", "code"), [("0.01", 0), ("100", 1)])
+def test_a_speed_below_the_limit_ends_with_status_1(command, limit, code):
+    line = f"race train.py:setup train.py:other --steps 10 --pairs 1 --fail-below {limit}"
+    assert command(line)[0] == code
+
+
+REFUSED = {
+    "compare train.py:setup --quick": "option.needs_task",
+    "compare train.py:setup --against strict": "option.needs_task",
+    "compare train.py:setup --ranks 2": "option.needs_task",
+    "ablate train.py:setup --pairwise": "option.needs_task",
+    "plan train.py:setup --explain": "option.needs_task",
+    "compare digits_resnet --steps 10 --quick": "option.needs_task",
+    "compare digits_resnet --fail-below 0.9": "option.needs_steps",
+    "race train.py:setup": "race.names",
+    "train train.py:setup": "task.is_setup",
+    "compare train.py:number": "format.invalid",
+}
+
+
+@pytest.mark.parametrize(("line", "code"), REFUSED.items(), ids=list(REFUSED))
+def test_what_does_not_fit_is_refused_in_one_line(command, line, code):
+    status, out, err = command(line)
+    assert (status, out) == (1, "")
+    assert err.endswith(f" [{code}]\n")
+    assert err.count("\n") == 1
