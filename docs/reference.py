@@ -54,6 +54,7 @@ def _of(module: str, *names: str) -> tuple[str, ...]:
 GROUPS = {
     "Plan and train": _of("trimtab", *_RUN),
     "Options of plans and runs": _of("trimtab", *_ASKED),
+    "Comparing loops": _of("trimtab", "Loop", "compare", "race", "ablate", "LoopComparison"),
     "Records": _of("trimtab", "RecordWriter", "Header", "RunRecord", "read_record"),
     "Several ranks": _of("trimtab", "process_group", "shard"),
     "Errors": _of("trimtab", "errors", "UnprovedSplitWarning"),

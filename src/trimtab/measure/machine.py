@@ -97,7 +97,6 @@ def device_spec(device: torch.device) -> DeviceSpec:
     return DeviceSpec(name, "cpu", _total_memory(), peaks, bandwidth, source, threads, native_precisions())
 
 
-@functools.cache
 def _measured_cpu(num_threads: int) -> tuple[dict[str, float], float, str]:
     """Return peak FLOP/s, bandwidth and how they were measured.
 

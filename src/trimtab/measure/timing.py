@@ -204,16 +204,22 @@ def synchronize(device: torch.device) -> None:
 # Clock of timed calls. Beside other processes the wall clock counts their work too.
 
 _LOADED = 0.8  # A smaller processor share of a thread means that other processes need the processors.
-_PROBES, _PROBE_S, _PROBED_BYTES = 3, 0.04, 2**18
+_PROBES, _PROBE_S, _PROBED_BYTES, _PROBE_KEPT_S = 3, 0.04, 2**18, 10.0
+_probed: tuple[int, float, float] | None = None  # Threads, time and result of the last probe.
 _timed_threads = 0  # Number of threads while calls are timed by processor time; 0 for the wall clock.
 
 
 def processor_share(num_threads: int) -> float:
     """Return the fraction of a processor that each of several threads gets: 1 on an idle machine.
 
-    Each thread computes for `_PROBE_S` seconds; the median of `_PROBES` measurements.
+    Each thread computes for `_PROBE_S` seconds; the median of `_PROBES` measurements. A result is kept for
+    `_PROBE_KEPT_S` seconds.
     """
-    return statistics.median(_probed_share(num_threads) for _ in range(_PROBES))
+    global _probed
+    if _probed is None or _probed[0] != num_threads or time.monotonic() - _probed[1] > _PROBE_KEPT_S:
+        share = statistics.median(_probed_share(num_threads) for _ in range(_PROBES))
+        _probed = num_threads, time.monotonic(), share
+    return _probed[2]
 
 
 def _probed_share(num_threads: int) -> float:

@@ -41,9 +41,10 @@ MOST_FINALS = 3
 # Seconds that measuring may take, up to this fraction of a run.
 MEASURING_S, MOST_OF_A_RUN = 20.0, 0.05
 # Time reserved for a final: this many steps of the loop, or seconds if steps are short. A patient final may run
-# _PATIENT_BLOCKS more blocks of at least BLOCK_S seconds (benchmarks/micro/probing.py).
+# _PATIENT_BLOCKS more blocks of at least _PATIENT_BLOCK_S seconds (benchmarks/micro/probing.py). A block of short steps
+# takes BLOCK_S seconds.
 _FINAL_STEPS, _FINAL_S = 20, 10.0
-_PATIENT_BLOCKS, BLOCK_S = 36, 0.08
+_PATIENT_BLOCKS, _PATIENT_BLOCK_S, BLOCK_S = 30, 0.15, 0.08
 # Chunk sizes to try: these fractions of a micro-batch's tokens.
 _CHUNK_SHARES, _SMALLEST_CHUNK, _MOST_BYTES = (4, 8), 64, 2**63
 
@@ -158,7 +159,7 @@ def is_hurried(profile: Profile, spent_s: float, *, steps: int = 0, patient: boo
     if profile.run_s is None:
         return False
     step_s = profile.run_s / (profile.total_steps or 1)
-    patience_s = _PATIENT_BLOCKS * max(BLOCK_S, step_s) if patient else 0.0
+    patience_s = _PATIENT_BLOCKS * max(_PATIENT_BLOCK_S, step_s) if patient else 0.0
     allowed = allowed_s(profile.run_s)
     final_s = max(min(_FINAL_S, allowed / 2), _FINAL_STEPS * step_s)
     return spent_s + final_s + steps * step_s + patience_s > allowed

@@ -11,7 +11,7 @@ from typing import Protocol, TypeVar
 from trimtab.core.choice import Note
 from trimtab.core.objective import Budget, Cost, Objective
 from trimtab.core.units import format_bytes, format_joules, format_seconds
-from trimtab.planner.statistics import MIN_PAIRS_FOR_VERDICT, Interval, rank_interval, resolution
+from trimtab.planner.statistics import MIN_PAIRS_FOR_VERDICT, Interval, rank_interval, ratio_interval, resolution
 from trimtab.plans.profile import Candidate, Profile, Trial
 
 # Blocks after which a phase may drop candidates that lost all of them; acceptance needs the blocks of a full verdict.
@@ -104,7 +104,7 @@ def is_behind(ours: Sequence[float], theirs: Sequence[float], *, is_lighter: boo
     Three blocks of an equal candidate are all slower in 1 of 8 phases. A candidate with less memory must be slower than
     `CLEARLY_SLOWER`, because a small loss of speed may be acceptable.
     """
-    speed = rank_interval([b / a for a, b in zip(ours, theirs, strict=True)])
+    speed = ratio_interval([b / a for a, b in zip(ours, theirs, strict=True)])
     if speed.high >= 1 and not all(a > b for a, b in zip(ours, theirs, strict=True)):
         return False
     return not is_lighter or speed.mean < CLEARLY_SLOWER

@@ -69,24 +69,13 @@ def draw_some(subject: TrainingLoop, data: Iterable[Any], notes: Notes) -> Sampl
 def loader_of(loader_or_batch: Any) -> Iterable[Any] | None:
     """Return a loader that was passed in place of a batch; None for a batch.
 
-    A loader is a torch DataLoader, or an object that can be iterated and is neither a container nor an object with
-    tensors.
-
-    Raises:
-        ValueGivenError: an iterator, whose drawn batches would be lost.
+    A loader is a torch DataLoader, or an object that can be iterated again and is neither a container nor an object
+    with tensors.
     """
     if isinstance(loader_or_batch, DataLoader):
         return loader_or_batch
-    if isinstance(loader_or_batch, (Tensor, Mapping, Sequence)) or not hasattr(loader_or_batch, "__iter__"):
+    if isinstance(loader_or_batch, (Tensor, Mapping, Sequence, Iterator)) or not hasattr(loader_or_batch, "__iter__"):
         return None
-    if isinstance(loader_or_batch, Iterator):
-        raise ValueGivenError(
-            "loader_or_batch",
-            got=f"a {type(loader_or_batch).__name__}, an iterator, from which planning would take batches",
-            expected="a batch, or a loader that can be iterated again",
-            hint="Pass the DataLoader itself instead of iter(loader).",
-            code="data.iterator",
-        )
     is_batch = bool(next(tensors_in(loader_or_batch), None) is not None or getattr(loader_or_batch, "keys", None))
     return None if is_batch else loader_or_batch
 

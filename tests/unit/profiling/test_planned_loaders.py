@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import trimtab
-from trimtab.core.errors import ValueGivenError
+from trimtab.core.errors import BatchError, ValueGivenError
 from trimtab.profiling.sample_batches import first_batch, loader_of
 
 ROWS = TensorDataset(torch.randn(32, 4), torch.randint(0, 3, (32,)))
@@ -62,8 +62,9 @@ def test_a_loader_yields_its_first_batch_again(loader):
 
 
 def test_iterators_and_empty_loaders_are_refused():
-    with raises(ValueGivenError, code="data.iterator"):
-        loader_of(iter(DataLoader(ROWS, 8)))
+    model = nn.Linear(4, 3)
+    with raises(BatchError, code="batch.iterator"):
+        trimtab.plan(model, sgd(model), loss_fn, iter(DataLoader(ROWS, 8)))
     with raises(ValueGivenError, code="data.empty"):
         first_batch(DataLoader(TensorDataset(torch.ones(0, 2)), 8))
     broken = DataLoader(Stream(), 2)
