@@ -306,6 +306,14 @@ def plan(
     example_batch = loader_or_batch if loader is None else first_batch(loader)
     data = loader if data is None and device is None else data
     num_batches = validation.integer("accumulate", accumulate)
+    if num_batches > 1 and (budget.time is not None or budget.energy is not None):
+        raise ValueGivenError(
+            "accumulate",
+            problem=f"A limit on time or energy is per optimizer step, but with accumulate={num_batches} the plan is "
+            "for one of its batches.",
+            hint="Set the limit for one batch and leave out accumulate, or limit memory only.",
+            code="argument.conflict",
+        )
     arguments = {
         "budget": budget,
         "objective": objective,
@@ -315,8 +323,8 @@ def plan(
         "batch_rule": batch_rule,
         "total_steps": total_steps,
         "accumulate": num_batches,
-        "blocks": tuple(blocks),
-        "modules": tuple(modules),
+        "blocks": validation.names("blocks", blocks),
+        "modules": modules_beside(model, modules),
         "num_blocks": num_blocks,
         "metering": metering,
         "count": count,

@@ -43,8 +43,8 @@ def refuse_for_setup(task: str, options: Mapping[str, tuple[Any, Any]]) -> None:
         if value != default:
             raise ValueGivenError(
                 name,
-                problem=f"{name} applies to a task, but {task} is a function that builds a loop.",
-                hint=f"Remove {name}.",
+                problem=f"{name} applies to the comparison of a task over its own length.",
+                hint=f"Remove {name}; with a function setup(seed), or with --steps, a loop is compared for some steps.",
                 code="option.needs_task",
             )
 

@@ -9,6 +9,7 @@ separate steps.
 from __future__ import annotations
 
 import contextlib
+import gc
 import itertools
 import math
 import time
@@ -40,7 +41,10 @@ BASELINE, PLANNED = "baseline", "plan"
 STEPS, PAIRS = 100, 5
 # A block takes this many seconds, at least one step and at most a tenth of the steps. The first steps of an arm are not
 # timed: they include one-time costs, such as compiled kernels.
-_BLOCK_S, _BLOCKS, _LEAD_STEPS = 0.3, 10, 2
+_BLOCK_S, _BLOCKS, _MOST_BLOCKS, _LEAD_STEPS = 0.3, 10, 60, 2
+_QUEUES = 4  # Length of a block as a multiple of the batches that a loader's workers prepare.
+
+_SAME_LOSS = 0.05  # Relative difference of the first losses; dropout masks may differ.
 
 Steps = Iterator[StepResult]
 MakeSteps = Callable[[Loop, Iterator[Any]], Steps]
@@ -89,7 +93,7 @@ def compare(
         ValueGivenError: `setup` returns no loop.
         LoopError: `setup` or the loop's own step raises.
     """
-    steps, pairs = validation.integer("steps", steps, low=2), validation.integer("pairs", pairs)
+    steps, pairs = validation.integer("steps", steps, low=3), validation.integer("pairs", pairs)
     with _process_kept():
         reference, plan, planned = _planned(setup, plan, name, progress, planning)
         arms = [_plain_arm(BASELINE, setup, reference), planned]
@@ -117,7 +121,7 @@ def race(
         ValueGivenError: only one loop, or names that do not fit.
     """
     every = (setup, *others)
-    steps, pairs = validation.integer("steps", steps, low=2), validation.integer("pairs", pairs)
+    steps, pairs = validation.integer("steps", steps, low=3), validation.integer("pairs", pairs)
     titles = list(names) or _names_of(every)
     if len(every) < 2 or len(titles) != len(every) or len(set(titles)) < len(titles) or CONTROL in titles:
         raise ValueGivenError(
@@ -148,7 +152,7 @@ def ablate(
 
     Arguments and errors as in `compare`.
     """
-    steps, pairs = validation.integer("steps", steps, low=2), validation.integer("pairs", pairs)
+    steps, pairs = validation.integer("steps", steps, low=3), validation.integer("pairs", pairs)
     with _process_kept():
         reference, plan, planned = _planned(setup, plan, name, progress, planning)
         arms = [_plain_arm(BASELINE, setup, reference), planned]
@@ -165,6 +169,13 @@ def _planned(
     setup: Setup, plan: Plan | None, name: str, progress: Progress, planning: Mapping[str, Any]
 ) -> tuple[Reference, Plan, Arm]:
     """Return the baseline's reference, the plan and the planned arm."""
+    if planning.get("adapt") is not None:
+        raise ValueGivenError(
+            "adapt",
+            problem="compare and ablate keep the training as it is, but adapt lets a plan change it.",
+            hint="Remove adapt.",
+            code="compare.adapts",
+        )
     reference = loop_setup.observed_reference(setup, 0, name)
     if plan is None:
         plan = loop_setup.plan_of(loop_setup.build(setup, 0, name), reference, progress=progress, **planning)
@@ -250,6 +261,12 @@ def _notes(rows: Sequence[Row], pairs: int) -> tuple[str, ...]:
         found.append(f"{pairs} pairs: a verdict needs {MIN_PAIRS_FOR_VERDICT}.")
     if not any(row.metric == LOSS for row in rows):
         found.append("The loop's step returns no loss, so losses were not compared.")
+    first = {row.arm: row.value for row in reversed(rows) if row.metric == LOSS and row.seed == 0 and row.round == 1}
+    own = first.get(BASELINE)
+    if own is not None and PLANNED in first and abs(first[PLANNED] - own) > _SAME_LOSS * abs(own):
+        found.append(
+            f"The first losses differ, {own:.4g} and {first[PLANNED]:.4g}: step and loss_fn may compute different ones."
+        )
     return tuple(found)
 
 
@@ -272,7 +289,9 @@ def _measure_peak(arm: Arm, rows: list[Row], failures: dict[str, str], *, is_bas
         failures[arm.name] = describe(error)
     finally:
         _close(steps, stream)
+        steps = stream = None
         outside.restore()
+        gc.collect()
 
 
 def _close(steps: Steps | None, stream: DataStream | None) -> None:
@@ -290,7 +309,7 @@ class _RunningArm:
         self.loop = arm.setup(seed)
         self.stream = DataStream(self.loop.loader, seed)
         self.steps = arm.steps(self.loop, self.stream)
-        self.samples = self.num_steps = self.round = 0
+        self.samples = self.num_steps = 0
         self.state = ProcessState.capture()
 
     def take(self, limit: float) -> tuple[list[StepResult], float, float]:
@@ -304,7 +323,8 @@ class _RunningArm:
             taken.append(step)
             self.samples += step.samples
         synchronize(self.loop.device)
-        seconds, cpu_s = time.perf_counter() - start, time.process_time() - start_cpu
+        aside_s = self.stream.take_aside_s()  # Takes processor time too.
+        seconds, cpu_s = time.perf_counter() - start - aside_s, time.process_time() - start_cpu - aside_s
         self.state = ProcessState.capture()
         return taken, seconds, cpu_s
 
@@ -328,10 +348,11 @@ def _run_pair(
         for arm in arms:
             outside.restore()
             if (made := _guarded(arm, arms[0], failures, _RunningArm, arm, seed)) is not None:
+                _require_apart(made, running)
                 running.append(made)
         per_step = _lead(running, arms[0], rows, failures)
         limit, most = running[0].samples, running[0].samples + steps * per_step[0]
-        block = per_step[0] * max(1, min(steps // _BLOCKS, round(_BLOCK_S / max(per_step[1], 1e-9))))
+        block = per_step[0] * _steps_of_block(steps, per_step[1], running)
         last = None
         for lap in itertools.count():
             if limit >= most:
@@ -339,16 +360,52 @@ def _run_pair(
             limit = min(most, limit + block)
             for each in turns(running, lap, seed, last):
                 if each.arm.name not in failures:
-                    _guarded(each.arm, arms[0], failures, _take_block, each, limit, rows)
+                    _guarded(each.arm, arms[0], failures, _take_block, each, limit, lap, rows)
                 last = each
             progress(f"paired run {position[0] + 1} of {position[1]}", (position[0] + limit / most) / position[1])
         for each in running:
             if each.arm.name not in failures:
                 _guarded(each.arm, arms[0], failures, _finish, each, rows)
     finally:
-        for each in running:
-            each.close()
-        outside.restore()
+        with contextlib.ExitStack() as closing:
+            closing.callback(gc.collect)  # A run refers to itself, and would hold its model until a collection.
+            closing.callback(outside.restore)
+            closing.callback(running.clear)
+            for each in running:
+                closing.callback(each.close)
+
+
+def _steps_of_block(steps: int, step_s: float, running: Sequence[_RunningArm]) -> int:
+    """Return the steps of a block: about `_BLOCK_S`, at least `_BLOCKS` and at most `_MOST_BLOCKS` blocks per run.
+
+    While an arm waits for its turn, the workers of its loader fill their queues. A block takes several times as many
+    batches, or the time to load them would not be measured.
+    """
+    wanted = max(round(_BLOCK_S / max(step_s, 1e-9)), math.ceil(steps / _MOST_BLOCKS))
+    queued = max(_queued_batches(each.loop) for each in running)
+    return max(1, min(steps // _BLOCKS, wanted), min(steps // 3, math.ceil(_QUEUES * queued)))
+
+
+def _queued_batches(loop: Loop) -> float:
+    """Return the optimizer steps that a loader's workers may have prepared."""
+    workers = getattr(loop.loader, "num_workers", 0)
+    factor = getattr(loop.loader, "prefetch_factor", None)
+    return workers * (factor or 2) / loop.accumulate if isinstance(workers, int) else 0.0
+
+
+def _require_apart(made: _RunningArm, running: Sequence[_RunningArm]) -> None:
+    """Raise if two arms have one model, optimizer or loader with a state of its own: `setup` must build them anew."""
+    draws_itself = any(getattr(made.loop.loader, name, None) for name in ("generator", "persistent_workers"))
+    for name in ("model", "optimizer", *(("loader",) if draws_itself else ())):
+        if any(getattr(made.loop, name) is getattr(other.loop, name) for other in running):
+            made.close()
+            raise ValueGivenError(
+                "setup",
+                got=f"the same {name} from two calls",
+                expected=f"a new {name} from each call of setup(seed)",
+                hint=f"Build the {name} within the function.",
+                code="setup.shares_objects",
+            )
 
 
 def _guarded(arm: Arm, baseline: Arm, failures: dict[str, str], function: Callable[..., Any], *arguments: Any) -> Any:
@@ -370,8 +427,8 @@ def _lead(
     first = running[0]
     seconds, samples = math.inf, 1.0
     for _ in range(most):
-        taken, took_s, _ = first.take(first.samples + 1)
-        _note_steps(first, taken, rows)
+        taken, took_s, _ = _guarded(first.arm, baseline, failures, first.take, first.samples + 1)
+        _guarded(first.arm, baseline, failures, _note_steps, first, taken, rows)
         samples, seconds = max(samples, float(taken[0].samples)), min(seconds, took_s)
     for each in running[1:]:
         _guarded(each.arm, baseline, failures, _take_lead, each, first.samples, rows)
@@ -382,14 +439,13 @@ def _take_lead(each: _RunningArm, limit: float, rows: list[Row]) -> None:
     _note_steps(each, each.take(limit)[0], rows)
 
 
-def _take_block(each: _RunningArm, limit: float, rows: list[Row]) -> None:
+def _take_block(each: _RunningArm, limit: float, lap: int, rows: list[Row]) -> None:
     taken, seconds, cpu_s = each.take(limit)
     if not taken:
         return
     values = {result_table.SECONDS: seconds, result_table.CPU_SECONDS: cpu_s, SAMPLES: sum(t.samples for t in taken)}
     for metric, value in values.items():
-        rows.append(Row(each.arm.name, each.seed, each.round, metric, float(value), UNITS[metric]))
-    each.round += 1
+        rows.append(Row(each.arm.name, each.seed, lap, metric, float(value), UNITS[metric]))
     _note_steps(each, taken, rows)
 
 
@@ -397,7 +453,7 @@ def _note_steps(each: _RunningArm, taken: Sequence[StepResult], rows: list[Row])
     """Add the losses of steps, which are read after the clock has stopped.
 
     Raises:
-        TrimtabError: the loss of the last step is not finite.
+        FloatingPointError: the last loss or a parameter is not finite.
     """
     value: float | None = None
     for step in taken:

@@ -9,7 +9,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from trimtab.core.choice import Effect
 from trimtab.core.errors import FormatError
 from trimtab.core.objective import Reference
 from trimtab.core.serialization import read_json, to_json, write_whole
@@ -85,17 +84,17 @@ class LoopComparison:
     def verdict(self, arm: str | None = None) -> str:
         """Return "gain", "harm", "no gain" or "no verdict" (fewer than five pairs, or a failed arm)."""
         found, control = self.speed(arm), result_table.speed(self.table, CONTROL, self.arms[0])
-        if found is None or found.n < MIN_PAIRS_FOR_VERDICT:
+        if (arm or self.arms[1]) in self.failures or found is None or found.n < MIN_PAIRS_FOR_VERDICT:
             return "no verdict"
         if is_gain(found, control):
             return "gain"
         harms = found.high < 1 and 1 - found.mean > resolution(control)
         return "harm" if harms else "no gain"
 
-    def is_below(self, limit: float, arm: str | None = None) -> bool:
-        """Return True if the estimated speed of an arm is below a limit, or if the arm failed."""
-        found = self.speed(arm)
-        return found is None or found.mean < limit
+    def is_below(self, limit: float) -> bool:
+        """Return True if the estimated speed of any arm but the baseline is below a limit, or if an arm failed."""
+        speeds = [self.speed(arm) for arm in self.arms[1:]]
+        return bool(self.failures) or any(found is None or found.mean < limit for found in speeds)
 
     def __str__(self) -> str:
         return text_of(self)
@@ -192,9 +191,9 @@ def _remarks(found: LoopComparison) -> list[str]:
     if found.reference is not None:
         lines.append(f"baseline: {found.reference.describe()}; {found.steps} steps in each of {found.num_pairs} pairs")
     if found.plan is not None and found.plan.changes:
-        effects = {getattr(found.plan, name).effect for name in found.plan.changes}
-        same = "differs by rounding only" if Effect.TRAINING not in effects else "differs"
-        lines.append(f"training {same}; {planning_in_words(found.plan)}".rstrip("; "))
+        proved = found.plan.proof is not None and found.plan.proof.holds
+        same = "proved to differ from loss_fn's own by rounding only" if proved else "not proved"
+        lines.append(f"training of the plan: {same}; {planning_in_words(found.plan)}".rstrip("; "))
     lines += [f"{name} failed: {reason}" for name, reason in found.failures.items() if name != found.arms[1]]
     return lines + list(found.notes)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
@@ -58,15 +59,18 @@ def build(setup: Setup, seed: int, name: str = "setup") -> Loop:
             expected="a trimtab.Loop, a Transformers Trainer, or a Lightning (trainer, module, loader)",
             code="setup.not_loop",
         )
-    loop.model.train()
+    if not loop.model.training:  # A model in training mode may have normalisation layers that are not.
+        loop.model.train()
     return loop
 
 
 def setup_of_task(task: Task) -> Setup:
     """Return a function that builds the loop of a task: its plain loop, or its own step."""
 
+    load_data = functools.cache(task.load_data)
+
     def setup(seed: int) -> Loop:
-        device, data = device_here(), task.load_data()
+        device, data = device_here(), load_data()
         model = task.make_model().to(device)
         own = task.step
 
@@ -120,7 +124,7 @@ def observed_reference(setup: Setup, seed: int, name: str = "setup") -> Referenc
         raise step_failed(name, error) from error
     finally:
         hook.remove()
-    return Reference(seen.pop()) if len(seen) == 1 else ASSUMED_REFERENCE
+    return Reference(seen.pop(), declared=False) if len(seen) == 1 else ASSUMED_REFERENCE
 
 
 def step_failed(name: str, error: Exception) -> Exception:

@@ -8,6 +8,7 @@ order, however many random numbers their steps draw.
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -20,7 +21,7 @@ from trimtab.api import start
 from trimtab.core import validation
 from trimtab.core.errors import LoopError, ValueGivenError
 from trimtab.core.objective import ASSUMED_REFERENCE, Reference
-from trimtab.experiments.baselines.loop import autocast
+from trimtab.experiments.baselines.loop import autocast, hold_tf32
 from trimtab.losses import parts_of
 from trimtab.measure.finite_check import nonfinite_parameter
 from trimtab.plans.plan import Plan
@@ -106,11 +107,11 @@ class Loop:
             return None
 
 
-def seed_everything(seed: int) -> None:
-    """Seed the generators of Python, numpy and torch."""
+def seed_everything(seed: int, *, devices: bool = True) -> None:
+    """Seed the generators of Python, numpy and torch; without `devices`, those on the host only."""
     random.seed(seed)
     numpy.random.seed(seed % 2**32)
-    torch.manual_seed(seed)
+    torch.manual_seed(seed) if devices else torch.default_generator.manual_seed(seed)
 
 
 class _Generators(NamedTuple):
@@ -144,14 +145,22 @@ class DataStream(Iterator[Any]):
         self._loader = loader
         self._batches: Iterator[Any] | None = None
         self.num_epochs, self._is_empty = 0, True
+        self._aside_s = 0.0
         outside = _Generators.capture()
-        seed_everything(seed)
+        seed_everything(seed, devices=False)
         self._own = _Generators.capture()
         outside.restore()
 
+    def take_aside_s(self) -> float:
+        """Return the seconds spent on exchanging generators since the last call, which belong to no loop."""
+        found, self._aside_s = self._aside_s, 0.0
+        return found
+
     def __next__(self) -> Any:
+        begin = time.perf_counter()
         outside = _Generators.capture()
         self._own.restore()
+        self._aside_s += time.perf_counter() - begin
         try:
             while True:
                 if self._batches is None:
@@ -167,8 +176,10 @@ class DataStream(Iterator[Any]):
                 self._is_empty = False
                 return batch
         finally:
+            begin = time.perf_counter()
             self._own = _Generators.capture()
             outside.restore()
+            self._aside_s += time.perf_counter() - begin
 
     def close(self) -> None:
         """End the workers of the loader's iterator."""
@@ -198,6 +209,14 @@ def plain_steps(loop: Loop, batches: Iterator[Any]) -> Iterator[StepResult]:
         yield from _own_steps(loop, loop.step, batches)
         return
     reference = loop.reference or ASSUMED_REFERENCE
+    put_back = hold_tf32(reference.precision)
+    try:
+        yield from _reference_steps(loop, reference, batches)
+    finally:
+        put_back()
+
+
+def _reference_steps(loop: Loop, reference: Reference, batches: Iterator[Any]) -> Iterator[StepResult]:
     device, scaler = loop.device, torch.amp.GradScaler(loop.device.type, enabled=reference.precision == "fp16")
     parameters = [parameter for group in loop.optimizer.param_groups for parameter in group["params"]]
     while True:
@@ -242,16 +261,32 @@ def planned_steps(loop: Loop, batches: Iterator[Any], plan: Plan) -> Iterator[St
     """Train through a run with a plan, as the documentation shows; yield after each optimizer step."""
     clip_norm = None if loop.reference is None else loop.reference.clip_norm
     options: dict[str, Any] = {"modules": loop.modules, "count": loop.count, "split": loop.split}
+    drawn = _CountedBatches(batches, loop.batching)
     with start(loop.model, loop.optimizer, plan, clip_norm=clip_norm, **options) as run:
         if loop.accumulate > 1 and plan.batch_rule is None:
             run.of_batches(loop.accumulate)
-        before = 0
-        for window in run.windows(batches):
+        for window in run.windows(drawn):
             loss = run.train_step(window, loop.loss_fn)
             if loop.after_step is not None:
                 loop.after_step()
-            samples, before = run.consumed_samples - before, run.consumed_samples
+            samples, drawn.samples = drawn.samples, 0
             yield StepResult(samples, loss)
+
+
+class _CountedBatches(Iterator[Any]):
+    """Batches whose samples are counted as in a plain step.
+
+    Attributes:
+        samples: samples of the batches drawn since it was last set.
+    """
+
+    def __init__(self, batches: Iterator[Any], batching: BatchSplitting) -> None:
+        self._batches, self._batching, self.samples = batches, batching, 0
+
+    def __next__(self) -> Any:
+        batch = next(self._batches)
+        self.samples += self._batching.read(batch).samples or 1
+        return batch
 
 
 def nonfinite_in(loop: Loop, loss: float | None) -> str:

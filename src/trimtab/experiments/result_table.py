@@ -104,19 +104,20 @@ EVALUATION = "evaluation:"
 def speed_of_pair(table: ResultTable, arm: str, against: str, seed: int, *, metric: str = SECONDS) -> Interval | None:
     """Return the speed of an arm relative to another in one paired run, by its interleaved blocks; None without two.
 
-    Blocks of one round take the same samples in both arms, one after the other. The first block is left out, because
-    it includes one-time costs.
+    Blocks of a round run one after the other. The first round is left out, because it includes one-time costs.
     """
-    seconds = [_seconds_per_sample(table, each, seed, metric)[1:] for each in (arm, against)]
-    if min(map(len, seconds)) < 2:
+    ours, theirs = (_seconds_per_sample(table, each, seed, metric) for each in (arm, against))
+    rounds = [number for number in ours if number > 0 and number in theirs]
+    if len(rounds) < 2:
         return None
-    return rank_interval(paired_ratios(seconds[0], seconds[1]))
+    return rank_interval(paired_ratios([ours[each] for each in rounds], [theirs[each] for each in rounds]))
 
 
-def _seconds_per_sample(table: ResultTable, arm: str, seed: int, metric: str) -> list[float]:
-    taken = [row.value for row in table.select(metric, arm, seed)]
-    samples = [row.value for row in table.select(SAMPLES, arm, seed)]
-    return [seconds / number for seconds, number in zip(taken, samples, strict=False) if number]
+def _seconds_per_sample(table: ResultTable, arm: str, seed: int, metric: str) -> dict[int, float]:
+    """Return the seconds per sample of an arm by round."""
+    samples = {row.round: row.value for row in table.select(SAMPLES, arm, seed)}
+    taken = table.select(metric, arm, seed)
+    return {row.round: row.value / samples[row.round] for row in taken if samples.get(row.round)}
 
 
 def speeds(table: ResultTable, arm: str, against: str, *, metric: str = SECONDS) -> dict[int, float]:
@@ -139,19 +140,20 @@ def samples_per_s(table: ResultTable, arm: str) -> float | None:
     rates = sorted(
         1 / seconds
         for seed in table.seeds_of(arm)
-        for seconds in _seconds_per_sample(table, arm, seed, SECONDS)[1:]
-        if seconds > 0
+        for number, seconds in _seconds_per_sample(table, arm, seed, SECONDS).items()
+        if number > 0 and seconds > 0
     )
     return rates[len(rates) // 2] if rates else None
 
 
 def loss_curve(table: ResultTable, arm: str, seed: int) -> list[tuple[float, float]]:
-    """Return (samples trained on, loss) after each step of an arm."""
+    """Return (samples trained on, loss) after each step of an arm, without losses that are not finite."""
     number, found = 0.0, []
     rows = {row.round: row.value for row in table.select("step_samples", arm, seed)}
     for row in table.select(LOSS, arm, seed):
         number += rows.get(row.round, 0.0)
-        found.append((number, row.value))
+        if math.isfinite(row.value):
+            found.append((number, row.value))
     return found
 
 

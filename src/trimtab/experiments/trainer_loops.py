@@ -1,6 +1,7 @@
 """Loops of trainers: the training step of a Transformers Trainer or of a Lightning module, as a `Loop`.
 
-The packages are not imported here: the trainers are the user's objects, and only their public methods are used.
+The packages are not imported here, because the trainers are the user's objects. Only the training step is timed, not
+logging, callbacks and evaluation.
 """
 
 from __future__ import annotations
@@ -39,52 +40,82 @@ def _is_a(value: Any, package: str, name: str) -> bool:
 
 
 def _of_transformers(trainer: Any) -> Loop:
-    """Return the loop of a Transformers Trainer: its loader, loss, optimizer, clipping and scheduler."""
+    """Return the loop of a Transformers Trainer: its loader, loss, optimizer, clipping and scheduler.
+
+    Raises:
+        ValueGivenError: the Trainer sets up something outside of its training step.
+    """
     args = trainer.args
-    accumulate = int(args.gradient_accumulation_steps)
+    _refuse_outside_step(args)
     loader = trainer.get_train_dataloader()
-    steps = int(args.max_steps) if args.max_steps > 0 else _num_steps(loader, accumulate, args.num_train_epochs)
+    steps = int(args.max_steps) if args.max_steps > 0 else _num_steps(loader, args.num_train_epochs)
     trainer.create_optimizer_and_scheduler(steps)
-    model, optimizer, scheduler = trainer.model, trainer.optimizer, trainer.lr_scheduler
+    scheduler = trainer.lr_scheduler
     clip_norm = args.max_grad_norm if args.max_grad_norm and args.max_grad_norm > 0 else None
     precision = {"bf16": "bf16", "fp16": "fp16"}.get(trainer.accelerator.mixed_precision, "fp32")
-    place = {"number": 0}
+    prepared: list[Any] = []
 
     def step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any) -> Tensor:
-        trainer.current_gradient_accumulation_steps = accumulate
+        if not prepared:  # Only in the arm that trains as the Trainer does: it adds autocast to the model's forward.
+            prepared.extend(trainer.accelerator.prepare(model, optimizer))
+        model, optimizer = prepared
+        trainer.current_gradient_accumulation_steps = 1  # Set by the Trainer's loop.
         loss: Tensor = trainer.training_step(model, batch)
-        place["number"] += 1
-        if place["number"] % accumulate == 0:
-            if clip_norm is not None:
-                trainer.accelerator.clip_grad_norm_(model.parameters(), clip_norm)
-            optimizer.step()
-            scheduler.step()
-            model.zero_grad()
-        return loss * accumulate  # The Trainer returns the batch's share of the step's mean.
+        if clip_norm is not None:
+            trainer.accelerator.clip_grad_norm_(model.parameters(), clip_norm)
+        optimizer.step()
+        scheduler.step()
+        model.zero_grad()
+        return loss
+
+    predicts_next = any(word in type(trainer.model).__name__ for word in ("CausalLM", "LMHeadModel"))
 
     def loss_fn(model: nn.Module, batch: Any) -> Any:
         loss = trainer.compute_loss(model, dict(batch))
         labels = batch.get("labels") if isinstance(batch, Mapping) else None
-        if not isinstance(labels, Tensor) or labels.dim() < 2 or labels.is_floating_point():
+        if not predicts_next or not isinstance(labels, Tensor) or labels.dim() < 2:
             return loss
-        count = (labels[..., 1:] != _IGNORED).sum()
+        count = (labels[..., 1:] != _IGNORED).sum()  # The last token predicts nothing.
         return Summed(loss * count, count)
 
     return Loop(
-        model,
-        optimizer,
+        trainer.model,
+        trainer.optimizer,
         loss_fn,
         loader,
         step=step,
         after_step=scheduler.step,
-        accumulate=accumulate,
         reference=Reference(precision, clip_norm=clip_norm),
     )
 
 
-def _num_steps(loader: Any, accumulate: int, epochs: float) -> int:
+def _refuse_outside_step(args: Any) -> None:
+    """Raise for arguments that act outside of `Trainer.training_step`, which alone is timed."""
+    names = (
+        "gradient_checkpointing",
+        "activation_checkpointing",
+        "neftune_noise_alpha",
+        "torch_compile",
+        "deepspeed",
+        "fsdp",
+        "label_smoothing_factor",
+    )
+    given = [name for name in names if getattr(args, name, None)]
+    if int(args.gradient_accumulation_steps) > 1:
+        given.append("gradient_accumulation_steps")
+    if given:
+        raise ValueGivenError(
+            "setup",
+            problem=f"The Trainer sets {', '.join(given)}, which its training step alone does not include, so that a "
+            "comparison would not measure it.",
+            hint="Remove these arguments for the comparison, or return a trimtab.Loop with a step of your own.",
+            code="setup.trainer_arguments",
+        )
+
+
+def _num_steps(loader: Any, epochs: float) -> int:
     try:
-        return max(1, int(len(loader) * epochs) // accumulate)
+        return max(1, int(len(loader) * epochs))
     except TypeError:
         return 1
 
@@ -93,8 +124,18 @@ def _of_lightning(trainer: Any, module: Any, loader: Any) -> Loop:
     """Return the loop of a Lightning module: its training step, optimizer, clipping and scheduler.
 
     Raises:
-        ValueGivenError: the module optimizes by hand, or has several optimizers.
+        ValueGivenError: the module optimizes by hand or has several optimizers, or the Trainer has a precision or a way
+            of clipping other than those of a plain loop.
     """
+    precisions = {"32-true": "fp32", "32": "fp32", "bf16-mixed": "bf16"}
+    if str(trainer.precision) not in precisions or trainer.gradient_clip_algorithm == "value":
+        raise ValueGivenError(
+            "setup",
+            got=f"precision {trainer.precision} and clipping by {trainer.gradient_clip_algorithm or 'norm'}",
+            expected=f"precision {' or '.join(precisions)}, and clipping by norm",
+            hint="Return a trimtab.Loop with a step of your own.",
+            code="setup.trainer_arguments",
+        )
     if not module.automatic_optimization:
         raise ValueGivenError(
             "setup",
@@ -105,7 +146,7 @@ def _of_lightning(trainer: Any, module: Any, loader: Any) -> Loop:
         )
     optimizer, scheduler = _configured(module.configure_optimizers())
     accumulate, clip_norm = int(trainer.accumulate_grad_batches), trainer.gradient_clip_val or None
-    precision = {"bf16-mixed": "bf16", "16-mixed": "fp16"}.get(str(trainer.precision), "fp32")
+    precision = precisions[str(trainer.precision)]
     place = {"number": 0}
 
     forward, redirect = trainer.precision_plugin.forward_context, trainer.strategy._forward_redirection

@@ -204,7 +204,7 @@ def synchronize(device: torch.device) -> None:
 # Clock of timed calls. Beside other processes the wall clock counts their work too.
 
 _LOADED = 0.8  # A smaller processor share of a thread means that other processes need the processors.
-_PROBES, _PROBE_S, _PROBED_BYTES, _PROBE_KEPT_S = 3, 0.04, 2**18, 10.0
+_PROBES, _PROBE_S, _PROBED_BYTES, _PROBE_KEPT_S = 3, 0.04, 2**22, 10.0
 _probed: tuple[int, float, float] | None = None  # Threads, time and result of the last probe.
 _timed_threads = 0  # Number of threads while calls are timed by processor time; 0 for the wall clock.
 
@@ -261,6 +261,11 @@ def loaded_machine_clock(device: torch.device) -> Iterator[float | None]:
     finally:
         _timed_threads = 0
         torch.set_num_threads(threads)
+
+
+def is_timed_by_processor() -> bool:
+    """Return True while calls are timed by processor time."""
+    return _timed_threads > 0
 
 
 def clock_s() -> float:

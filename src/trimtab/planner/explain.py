@@ -178,6 +178,8 @@ class Explanations:
             return Note("trial.less_memory", f"{100 * less:.0f}% less peak memory at {text}")
         if speed.mean < 1:
             return Note("predicted.best", f"{_BY_PARTS}; tried alone: {text}")
+        if speed.low <= 1 and self.outcome is not None and len(self.winner.differences(rival.candidate)) > 1:
+            return Note("trial.together", f"chosen together with the other changes; alone, not significant: {text}")
         return Note("trial.faster", text)
 
     def _figures(self, speed: Interval, ours: Trial, theirs: Trial, of: str = "") -> str:
@@ -247,7 +249,7 @@ class Explanations:
         if speed.high < 1:
             return Note("trial.slower", f"slower: {measured}")
         if control is None:
-            return Note("predicted.worse", f"not predicted to be best: {measured}")
+            return Note("predicted.worse", f"not among the fastest in a short trial: {measured}")
         return Note("trial.no_gain", f"no gain: {measured}; {resolution_in_words(control)}")
 
     def _others(self, name: str) -> Iterator[Trial]:

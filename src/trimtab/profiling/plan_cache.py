@@ -1,16 +1,22 @@
 """Plans kept between starts of a script, in files named by all that the plan depends on.
 
 A key covers the structure and code of the model, the optimizer's class and settings except its learning rates, the
-code of the loss, the shapes of a batch, the arguments of planning, the machine and all versions. It does not cover
-values that the loss reads from elsewhere.
+code of the loss, all source files of the user that are imported, the shapes of a batch, the arguments of planning, the
+machine and all versions. A plan is thus made again after every change of the user's code. A key does not cover values
+that the loss reads from elsewhere, such as a file or a global variable.
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import hashlib
 import json
 import os
+import sys
+import sysconfig
 import types
+import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import is_dataclass, replace
 from pathlib import Path
@@ -27,6 +33,7 @@ from trimtab.core.units import format_seconds
 from trimtab.measure.machine import environment
 from trimtab.plans.plan import Plan
 
+_PLAIN = (bool, int, float, str, type(None))
 _RATES = {"lr", "initial_lr", "params"}  # Of an optimizer's groups: left out of a key.
 
 
@@ -61,9 +68,14 @@ class CachedPlan:
         return replace(plan, planning_s=0.0, notes=(*plan.notes, Note("plan.cached", text)))
 
     def write(self, plan: Plan) -> None:
-        """Store a plan."""
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(self.path, to_json(plan, indent=1))
+        """Store a plan; warn if the folder cannot be written. A plan made on a loaded machine is not stored."""
+        if any(note.code == "timing.processor_time" for note in plan.notes):
+            return
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            write_whole(self.path, to_json(plan, indent=1))
+        except OSError as error:
+            warnings.warn(f"The plan was not cached, because {self.path} cannot be written: {error}.", stacklevel=3)
 
 
 def parts_of_key(
@@ -74,6 +86,8 @@ def parts_of_key(
     groups = [{name: value for name, value in group.items() if name not in _RATES} for group in optimizer.param_groups]
     return {
         "model": repr(model),
+        "attributes": [_attributes(each) for each in model.modules()],
+        "fp32": torch.get_float32_matmul_precision(),
         "code": sorted({f"{_name_of(type(each))} {_digest(type(each).forward)}" for each in model.modules()}),
         "tensors": [
             (name, *_shape(each), each.requires_grad)
@@ -82,11 +96,39 @@ def parts_of_key(
         "training": [each.training for each in model.modules()],
         "optimizer": [_name_of(type(optimizer)), groups, [len(group["params"]) for group in optimizer.param_groups]],
         "loss": _digest(loss_fn),
+        "sources": _own_sources(),
         "batch": _shapes(batch),
         "arguments": {name: _plain(value) for name, value in arguments.items()},
         "device": str(device),
         "environment": environment(has_gpu=device.type == "cuda"),
     }
+
+
+def _attributes(module: nn.Module) -> dict[str, Any]:
+    """Return the plain attributes of a module, such as its number of heads."""
+    return {name: value for name, value in sorted(vars(module).items()) if isinstance(value, _PLAIN)}
+
+
+def _own_sources() -> dict[str, str]:
+    """Return digests of the imported source files that belong to no installed package, by module.
+
+    Without a file, as in a notebook, of the functions and classes of the main module.
+    """
+    installed = [Path(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
+    installed.append(Path(__file__).parents[1])
+    found = {}
+    for name, module in list(sys.modules.items()):
+        file = getattr(module, "__file__", None)
+        if file is None or not file.endswith(".py") or any(Path(file).is_relative_to(each) for each in installed):
+            continue
+        with contextlib.suppress(OSError):
+            found[name] = hashlib.sha256(Path(file).read_bytes()).hexdigest()[:16]
+    main = sys.modules.get("__main__")
+    if main is not None and getattr(main, "__file__", None) is None:
+        for name, value in list(vars(main).items()):
+            parts = vars(value).items() if isinstance(value, type) else [("", value)]
+            found |= {f"{name}.{part}": _digest(each) for part, each in parts if isinstance(each, types.FunctionType)}
+    return found
 
 
 def _name_of(kind: type) -> str:
@@ -103,13 +145,14 @@ def _shapes(batch: Any) -> list[Any]:
 
 
 def _plain(value: Any) -> Any:
+    if isinstance(value, nn.Module):
+        return [repr(value), [_attributes(each) for each in value.modules()]]
     if callable(value) and not is_dataclass(value):
         return _digest(value)
-    if isinstance(value, nn.Module):
-        return repr(value)
-    if isinstance(value, Tensor) or (
-        isinstance(value, tuple | list) and any(isinstance(each, Tensor) for each in value)
-    ):
+    if isinstance(value, tuple | list) and any(isinstance(each, nn.Module) for each in value):
+        return [_plain(each) for each in value]
+    leaves = tree_flatten(value)[0]
+    if any(isinstance(leaf, Tensor) for leaf in leaves):
         return _shapes(value)
     try:
         return to_jsonable(value)
@@ -118,14 +161,30 @@ def _plain(value: Any) -> Any:
 
 
 def _digest(function: Any) -> str:
-    """Return a digest of a function's code and constants; the class of a callable object."""
-    function = getattr(function, "func", function)  # Of functools.partial.
-    code = getattr(getattr(function, "__func__", function), "__code__", None)
+    """Return a digest of a function's code, constants and defaults; of a module or another object, of its call."""
+    if isinstance(function, functools.partial):
+        given = [_plain(each) for each in (*function.args, *function.keywords.values())]
+        return f"{_digest(function.func)} {[*function.keywords]} {given}"
+    if isinstance(function, nn.Module):
+        return f"{function!r} {_attributes(function)} {_digest(type(function).forward)}"
+    inner = getattr(function, "__func__", function)
+    code = getattr(inner, "__code__", None)
     if code is None:
-        call = getattr(type(function), "__call__", None)  # noqa: B004  # The code of an object's call, not whether it has one.
-        own = getattr(call, "__code__", None)
+        own = getattr(getattr(type(function), "__call__", None), "__code__", None)  # noqa: B004  # Code, not existence.
         return _name_of(type(function)) + ("" if own is None else _digest_of(own))
-    return f"{getattr(function, '__qualname__', '')} {_digest_of(code)}"
+    defaults = [_plain(each) for each in (*(inner.__defaults__ or ()), *(inner.__kwdefaults__ or {}).values())]
+    closed = [each.cell_contents for each in inner.__closure__ or () if _is_filled(each)]
+    # Of closed-over functions the code alone, because functions may refer to each other.
+    codes = [each.__code__ for each in closed if isinstance(each, types.FunctionType)]
+    closed = [each for each in closed if isinstance(each, _PLAIN)] + [_digest_of(each) for each in codes]
+    return f"{getattr(function, '__qualname__', '')} {_digest_of(code)} {defaults} {closed}"
+
+
+def _is_filled(cell: Any) -> bool:
+    try:
+        return cell.cell_contents is not None
+    except ValueError:
+        return False
 
 
 def _digest_of(code: types.CodeType) -> str:
@@ -142,4 +201,5 @@ def _parts(code: types.CodeType) -> Iterator[bytes]:
         if isinstance(constant, types.CodeType):
             yield from _parts(constant)
         else:
-            yield repr(constant).encode()
+            # The order of a set's items differs between processes.
+            yield repr(sorted(map(repr, constant)) if isinstance(constant, frozenset) else constant).encode()

@@ -8,9 +8,11 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import is_dataclass
 from itertools import islice
 from typing import Any, NamedTuple
 
+import numpy
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
@@ -69,14 +71,15 @@ def draw_some(subject: TrainingLoop, data: Iterable[Any], notes: Notes) -> Sampl
 def loader_of(loader_or_batch: Any) -> Iterable[Any] | None:
     """Return a loader that was passed in place of a batch; None for a batch.
 
-    A loader is a torch DataLoader, or an object that can be iterated again and is neither a container nor an object
-    with tensors.
+    A loader is a torch DataLoader, or an object that can be iterated again and is no container: no tensor, array,
+    mapping, sequence, dataclass, or object with keys (such as a batch of graphs).
     """
     if isinstance(loader_or_batch, DataLoader):
         return loader_or_batch
-    if isinstance(loader_or_batch, (Tensor, Mapping, Sequence, Iterator)) or not hasattr(loader_or_batch, "__iter__"):
+    containers = (Tensor, numpy.ndarray, Mapping, Sequence, Iterator)
+    if isinstance(loader_or_batch, containers) or not hasattr(loader_or_batch, "__iter__"):
         return None
-    is_batch = bool(next(tensors_in(loader_or_batch), None) is not None or getattr(loader_or_batch, "keys", None))
+    is_batch = is_dataclass(loader_or_batch) or hasattr(loader_or_batch, "keys")
     return None if is_batch else loader_or_batch
 
 

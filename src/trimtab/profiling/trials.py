@@ -19,6 +19,7 @@ import functools
 import math
 import random
 import statistics
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -29,7 +30,7 @@ from trimtab.core.energy_reading import WINDOW_S
 from trimtab.core.units import format_seconds
 from trimtab.energy.energy_meter import EnergyClock, GivenWatts, Meter
 from trimtab.measure.page_faults import time_settled
-from trimtab.measure.timing import synchronize, time_call
+from trimtab.measure.timing import is_timed_by_processor, synchronize, time_call
 from trimtab.planner.search import BLOCK_S, SearchPhase
 from trimtab.planner.statistics import MIN_PAIRS_FOR_VERDICT, drawn_turns, is_gain, paired_ratios, rank_interval
 from trimtab.planner.trial_statistics import MIN_BLOCKS, still_open
@@ -352,15 +353,20 @@ def _warm_up(subject: TrainingLoop, arm: _TrialArm, *, measure_memory: bool, slo
     try:
         with subject.start(arm.candidate) as run:
             step = functools.partial(subject.step, run)
+            begin = time.perf_counter()
             arm.first_s = once_s = time_call(step, subject.device)
             step_until_applied(run, subject)
             compiled = arm.candidate.compiled
             # CUDA graphs are captured in further steps.
             first = [once_s, *(time_call(step, subject.device) for _ in range(steps_to_launch(compiled) - 1))]
+            wall_s = time.perf_counter() - begin
             is_rough = once_s > slowest or (paces and once_s < _SLOW_S)
             if is_rough or compiled or subject.device.type == "cuda":
                 arm.first_s = timer(arm.candidate)(step, subject.device)
-            arm.compile_s = max(0.0, sum(first) - len(first) * arm.first_s) if compiled else None
+            if compiled:
+                # Compilers run in processes of their own, whose time is no processor time of this one.
+                first_s = wall_s if is_timed_by_processor() else sum(first)
+                arm.compile_s = max(0.0, first_s - len(first) * arm.first_s)
             require_finite(run)
             if is_recorded(compiled) and (refusal := replay_refusal(subject, arm.candidate)) is not None:
                 raise UntrainableCandidate(Note("trial.graphs_refused", refusal))

@@ -108,6 +108,16 @@ def test_a_loss_that_is_not_finite_drops_the_arm():
     found = trimtab.race(quick, lambda seed: replace(make_loop(), loss_fn=lambda m, x: m(x).mean() * float("nan")),
                          steps=10, pairs=1, names=("finite", "nan"))  # fmt: skip
     assert "nan" in found.failures
+    assert "nan" in str(found)
+    assert "nan" not in found._repr_html_().partition("<polyline")[2].partition("/>")[0]
+
+
+def test_arms_of_one_model_and_tuned_plans_are_refused():
+    loop = make_loop()
+    with raises(ValueGivenError, code="setup.shares_objects"):
+        trimtab.race(lambda seed: loop, lambda seed: loop, steps=4, pairs=1, names=("one", "other"))
+    with raises(ValueGivenError, code="compare.adapts"):
+        trimtab.compare(quick, adapt="learning_rate")
 
 
 def test_the_process_is_left_as_it_was():
@@ -127,6 +137,12 @@ def result_of(ratios, control=1.0):
                 rows.append(Row(arm, seed, number, SAMPLES, 8.0, "samples"))
     rows += [Row("baseline", -1, -1, PEAK, 100.0, "B"), Row("plan", -1, -1, PEAK, 50.0, "B")]
     return LoopComparison("loop", ("baseline", "plan"), 80, ResultTable.of(rows))
+
+
+def test_an_arm_that_failed_late_has_no_verdict():
+    found = replace(result_of([1.5, 1.51, 1.49, 1.5, 1.52]), failures={"plan": "diverged"})
+    assert found.verdict() == "no verdict"
+    assert found.is_below(0.1)
 
 
 @pytest.mark.parametrize(

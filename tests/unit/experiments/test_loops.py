@@ -129,13 +129,13 @@ def with_own_step(seed):
     )
 
 
-def with_transformers(seed):
+def with_transformers(seed, **changes):
     config = GPT2Config(
         n_layer=1, n_embd=16, n_head=2, vocab_size=17, n_positions=12, bos_token_id=0, eos_token_id=0, resid_pdrop=0.0
     )
     tokens = torch.randint(0, 17, (64, 12), generator=torch.Generator().manual_seed(1))
     rows = [{"input_ids": each, "labels": each} for each in tokens]
-    given = {"per_device_train_batch_size": 8, "report_to": "none", "use_cpu": True, "learning_rate": 1e-2}
+    given = {"per_device_train_batch_size": 8, "report_to": "none", "use_cpu": True, "learning_rate": 1e-2, **changes}
     args = TrainingArguments("unused", max_steps=STEPS, disable_tqdm=True, **given)
     return Trainer(GPT2LMHeadModel(config), args, train_dataset=rows)
 
@@ -154,8 +154,9 @@ class Module(pl.LightningModule):
         return {"optimizer": found, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
 
-def with_lightning(seed):
-    trainer = pl.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False)
+def with_lightning(seed, **changes):
+    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    trainer = pl.Trainer(accelerator="cpu", **quiet, **changes)
     return trainer, Module(), DataLoader(Augmented(), 8, shuffle=True)
 
 
@@ -176,6 +177,32 @@ def test_a_loop_of_each_kind_is_planned_and_compared_with_equal_losses(setup):
     assert found.verdict() == "no verdict"
 
 
+@pytest.mark.parametrize("changes", [{"gradient_accumulation_steps": 2}, {"neftune_noise_alpha": 5.0}])
+def test_a_trainer_with_work_outside_its_step_is_refused(changes):
+    with raises(ValueGivenError, code="setup.trainer_arguments"):
+        loop_setup.build(lambda seed: with_transformers(seed, **changes), 0)
+    with raises(ValueGivenError, code="setup.trainer_arguments"):
+        loop_setup.build(lambda seed: with_lightning(seed, gradient_clip_val=1.0, gradient_clip_algorithm="value"), 0)
+
+
+def test_a_trainers_step_has_the_trainers_precision():
+    loop = loop_setup.build(lambda seed: with_transformers(seed, bf16=True), 0)
+    seen = []
+    loop.model.register_forward_hook(lambda model, args, output: seen.append(torch.is_autocast_enabled("cpu")))
+    next(plain_steps(loop, DataStream(loop.loader, 0)))
+    assert loop.reference.precision == "bf16"
+    assert seen == [True]
+
+
+def test_frozen_normalisation_stays_frozen():
+    def setup(seed):
+        model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
+        model[1].eval()
+        return Loop(model, adamw(model), class_loss, [])
+
+    assert not loop_setup.build(setup, 0).model[1].training
+
+
 def test_the_precision_of_an_own_step_is_observed():
     def setup(seed):
         model = make_model()
@@ -189,7 +216,7 @@ def test_the_precision_of_an_own_step_is_observed():
 
         return Loop(model, adamw(model), class_loss, DataLoader(Augmented(), 8), step=step)
 
-    assert loop_setup.observed_reference(setup, 0) == trimtab.Reference("bf16")
+    assert loop_setup.observed_reference(setup, 0) == trimtab.Reference("bf16", declared=False)
     assert not loop_setup.observed_reference(with_stream, 0).declared
 
 

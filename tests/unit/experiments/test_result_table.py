@@ -58,6 +58,12 @@ def test_samples_count_where_arms_take_unequal_blocks():
     assert result_table.speed_of_pair(table, "p", "b", 0).mean == pytest.approx(2.0)
 
 
+def test_rounds_are_paired_where_an_arm_skips_some():
+    rows = [*blocks("b", 0, [1.0, 1.0, 4.0, 1.0]), *blocks("p", 0, [1.0, 0.5])]
+    rows += [Row("p", 0, 3, SECONDS, 0.5, "s"), Row("p", 0, 3, SAMPLES, 10, "samples")]
+    assert result_table.speed_of_pair(ResultTable.of(rows), "p", "b", 0).mean == pytest.approx(2.0)
+
+
 def test_the_speed_over_pairs_has_a_t_interval():
     rows = [
         row

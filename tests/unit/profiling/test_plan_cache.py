@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+import importlib
+import json
+import sys
 from dataclasses import replace
 
 import pytest
@@ -14,7 +18,7 @@ import trimtab
 from trimtab import api
 from trimtab.core.errors import FormatError, ValueGivenError
 from trimtab.plans.plan import Plan
-from trimtab.profiling.plan_cache import CachedPlan, default_folder
+from trimtab.profiling.plan_cache import CachedPlan, default_folder, parts_of_key
 
 PLAN = Plan.fixed(8, fused_optimizer=True)
 
@@ -56,6 +60,40 @@ def test_a_second_start_reads_the_plan_and_says_so(tmp_path, made):
     assert second.planning_s == 0
 
 
+def chunked(model, batch, chunk=1):
+    return loss_fn(model, batch)
+
+
+class Heads(nn.Module):
+    """A module whose `repr` does not show its attribute."""
+
+    def __init__(self, heads):
+        super().__init__()
+        self.heads, self.linear = heads, nn.Linear(4, 3)
+
+    def forward(self, x):
+        return self.linear(x) / self.heads
+
+
+def test_loops_that_differ_in_a_value_only_have_other_keys():
+    def key(model, loss):
+        return json.dumps(parts_of_key(model, sgd(model), loss, batch_of(), {}), sort_keys=True, default=str)
+
+    model = make_model()
+    keys = [
+        key(model, each) for each in (chunked, functools.partial(chunked, chunk=1), functools.partial(chunked, chunk=2))
+    ]
+    keys += [key(Heads(heads), loss_fn) for heads in (2, 4)]
+    assert len(set(keys)) == len(keys)
+    assert key(model, chunked) == keys[0]
+
+
+def test_a_folder_that_cannot_be_written_costs_no_plan(tmp_path, made):
+    (tmp_path / "file").write_text("")
+    with pytest.warns(UserWarning, match="not cached"):
+        assert planned(tmp_path / "file" / "cache").values == PLAN.values
+
+
 OTHERS = {
     "width": {"model": make_model(8)},
     "dropout": {"model": make_model(dropout=0.2)},
@@ -74,6 +112,23 @@ def test_another_loop_is_planned_again(tmp_path, made, changes):
     planned(tmp_path)
     planned(tmp_path, **changes)
     assert len(made) == 2
+
+
+def test_a_change_of_an_imported_source_file_is_planned_again(tmp_path, made, monkeypatch):
+    """A helper of the loss decides what a plan may do, and is no part of the loss's own code."""
+    file = tmp_path / "user_helper_of_loss.py"
+    file.write_text("scale = 1.0\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    importlib.import_module(file.stem)
+    try:
+        planned(tmp_path / "cache")
+        planned(tmp_path / "cache")
+        assert len(made) == 1
+        file.write_text("scale = 2.0\n")
+        planned(tmp_path / "cache")
+        assert len(made) == 2
+    finally:
+        del sys.modules[file.stem]
 
 
 def test_a_damaged_file_is_planned_again(tmp_path, made):

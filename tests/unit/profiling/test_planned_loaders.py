@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy
 import pytest
 import torch
 from raising import raises
@@ -38,13 +39,17 @@ class Graph:
     def __iter__(self):
         return iter([("x", self.x)])
 
+    def keys(self):
+        return ["x"]
+
 
 def loss_fn(model, batch):
     return nn.functional.cross_entropy(model(batch[0]), batch[1])
 
 
 @pytest.mark.parametrize(
-    "batch", [torch.ones(2), [torch.ones(2)], (torch.ones(2),), {"x": torch.ones(2)}, Graph(), "text", 3]
+    "batch",
+    [torch.ones(2), [torch.ones(2)], (torch.ones(2),), {"x": torch.ones(2)}, numpy.ones((2, 3)), Graph(), "text", 3],
 )
 def test_a_batch_is_no_loader(batch):
     assert loader_of(batch) is None
