@@ -85,7 +85,7 @@ def _idle_machine(monkeypatch):
     """Let planning take the machine for idle: other tests load it, and would decide which clock a test reads."""
     timing = sys.modules.get("trimtab.measure.timing")
     if timing is not None:
-        monkeypatch.setattr(timing, "processor_share", lambda num_threads: 1.0)
+        monkeypatch.setattr(timing, "processor_fraction", lambda num_threads: 1.0)
 
 
 @pytest.fixture

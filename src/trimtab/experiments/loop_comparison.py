@@ -354,13 +354,13 @@ def _run_pair(
         limit, most = running[0].samples, running[0].samples + steps * per_step[0]
         block = per_step[0] * _steps_of_block(steps, per_step[1], running)
         last = None
-        for lap in itertools.count():
+        for number in itertools.count():
             if limit >= most:
                 break
             limit = min(most, limit + block)
-            for each in turns(running, lap, seed, last):
+            for each in turns(running, number, seed, last):
                 if each.arm.name not in failures:
-                    _guarded(each.arm, arms[0], failures, _take_block, each, limit, lap, rows)
+                    _guarded(each.arm, arms[0], failures, _take_block, each, limit, number, rows)
                 last = each
             progress(f"paired run {position[0] + 1} of {position[1]}", (position[0] + limit / most) / position[1])
         for each in running:
@@ -439,13 +439,13 @@ def _take_lead(each: _RunningArm, limit: float, rows: list[Row]) -> None:
     _note_steps(each, each.take(limit)[0], rows)
 
 
-def _take_block(each: _RunningArm, limit: float, lap: int, rows: list[Row]) -> None:
+def _take_block(each: _RunningArm, limit: float, number: int, rows: list[Row]) -> None:
     taken, seconds, cpu_s = each.take(limit)
     if not taken:
         return
     values = {result_table.SECONDS: seconds, result_table.CPU_SECONDS: cpu_s, SAMPLES: sum(t.samples for t in taken)}
     for metric, value in values.items():
-        rows.append(Row(each.arm.name, each.seed, lap, metric, float(value), UNITS[metric]))
+        rows.append(Row(each.arm.name, each.seed, number, metric, float(value), UNITS[metric]))
     _note_steps(each, taken, rows)
 
 

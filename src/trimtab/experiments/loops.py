@@ -227,9 +227,9 @@ def _reference_steps(loop: Loop, reference: Reference, batches: Iterator[Any]) -
             samples += loop.batching.read(batch).samples or 1
             with autocast(reference.precision, device):
                 found = parts_of(loop.loss_fn(loop.model, batch))
-            share = found.loss if found.count is not None else found.loss / loop.accumulate
-            scaler.scale(share).backward()
-            losses.append(share.detach())
+            part = found.loss if found.count is not None else found.loss / loop.accumulate
+            scaler.scale(part).backward()
+            losses.append(part.detach())
             counts.append(1.0 / loop.accumulate if found.count is None else found.count)
         total = sum(counts)
         scaler.unscale_(loop.optimizer)

@@ -104,11 +104,11 @@ def _measured_cpu(num_threads: int) -> tuple[dict[str, float], float, str]:
     their processor time. Products scale with the number of threads where the processor has instructions for them;
     bandwidth, which threads share, scales about with its square root (1.4x from one thread to two, AMD EPYC).
     """
-    with loaded_machine_clock(torch.device("cpu")) as share:
+    with loaded_machine_clock(torch.device("cpu")) as fraction:
         timed = torch.get_num_threads()
         peaks, bandwidth = measured_cpu_peaks(timed), measured_cpu_bandwidth(timed)
     source = f"fastest square matrix product timed on this machine, {timed} threads"
-    if share is None:
+    if fraction is None:
         return peaks, bandwidth, source
     factor, scaled = num_threads / timed, {"fp32", *native_precisions()}
     source += f" by processor time, scaled to {num_threads}, because other processes load the machine"

@@ -203,13 +203,13 @@ def synchronize(device: torch.device) -> None:
 
 # Clock of timed calls. Beside other processes the wall clock counts their work too.
 
-_LOADED = 0.8  # A smaller processor share of a thread means that other processes need the processors.
+_LOADED = 0.8  # A smaller fraction of a processor per thread means that other processes need the processors.
 _PROBES, _PROBE_S, _PROBED_BYTES, _PROBE_KEPT_S = 3, 0.04, 2**22, 10.0
 _probed: tuple[int, float, float] | None = None  # Threads, time and result of the last probe.
 _timed_threads = 0  # Number of threads while calls are timed by processor time; 0 for the wall clock.
 
 
-def processor_share(num_threads: int) -> float:
+def processor_fraction(num_threads: int) -> float:
     """Return the fraction of a processor that each of several threads gets: 1 on an idle machine.
 
     Each thread computes for `_PROBE_S` seconds; the median of `_PROBES` measurements. A result is kept for
@@ -217,27 +217,27 @@ def processor_share(num_threads: int) -> float:
     """
     global _probed
     if _probed is None or _probed[0] != num_threads or time.monotonic() - _probed[1] > _PROBE_KEPT_S:
-        share = statistics.median(_probed_share(num_threads) for _ in range(_PROBES))
-        _probed = num_threads, time.monotonic(), share
+        fraction = statistics.median(_probed_fraction(num_threads) for _ in range(_PROBES))
+        _probed = num_threads, time.monotonic(), fraction
     return _probed[2]
 
 
-def _probed_share(num_threads: int) -> float:
-    shares: list[float] = []
+def _probed_fraction(num_threads: int) -> float:
+    fractions: list[float] = []
     data = bytes(_PROBED_BYTES)
 
     def compute() -> None:
         start, start_cpu = time.perf_counter(), time.thread_time()
         while (taken_s := time.perf_counter() - start) < _PROBE_S:
             hashlib.sha256(data).digest()  # Runs without Python's global lock.
-        shares.append((time.thread_time() - start_cpu) / taken_s)
+        fractions.append((time.thread_time() - start_cpu) / taken_s)
 
     threads = [threading.Thread(target=compute) for _ in range(num_threads)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    return min(1.0, statistics.fmean(shares))
+    return min(1.0, statistics.fmean(fractions))
 
 
 @contextlib.contextmanager
@@ -245,19 +245,19 @@ def loaded_machine_clock(device: torch.device) -> Iterator[float | None]:
     """Time calls on a CPU by processor time, on as many threads as are free, while other processes load the machine.
 
     A thread that has to wait for a processor holds up all others at the end of each parallel operation, so that a step
-    takes many times its usual seconds. Yields the processor share per thread; None if the machine is idle, or for
-    another device, where nothing changes.
+    takes many times its usual seconds. Yields the fraction of a processor per thread; None if the machine is idle, or
+    for another device, where nothing changes.
     """
     global _timed_threads  # A process has one clock; planning sessions wait for each other.
     threads = torch.get_num_threads()
-    share = processor_share(threads) if device.type == "cpu" and _timed_threads == 0 else 1.0
-    if share >= _LOADED:
+    fraction = processor_fraction(threads) if device.type == "cpu" and _timed_threads == 0 else 1.0
+    if fraction >= _LOADED:
         yield None
         return
-    _timed_threads = max(1, int(share * threads))
+    _timed_threads = max(1, int(fraction * threads))
     try:
         torch.set_num_threads(_timed_threads)
-        yield share
+        yield fraction
     finally:
         _timed_threads = 0
         torch.set_num_threads(threads)

@@ -243,8 +243,8 @@ def profile_loop(
     power = None if metered is None or metered.facts.is_absent else TrialPower(metered.meter, is_asked)
     loaded, loss_fn = loaded_machine_clock(subject.device), own_loss(subject.loss_fn)
     # The snapshot is made within, because it includes the number of threads.
-    with loaded as processor_share, unchanged_by(loss_fn, subject.trained, subject.optimizer) as snapshot:
-        _note_load(processor_share, notes)
+    with loaded as processor_fraction, unchanged_by(loss_fn, subject.trained, subject.optimizer) as snapshot:
+        _note_load(processor_fraction, notes)
         drawn = SampledBatches() if data is None else draw_some(subject, data, notes)
         subject = replace(subject, second=drawn.batch)
         progress("checking that splitting the batch keeps the gradient")
@@ -274,14 +274,14 @@ def profile_loop(
     return replace(profile, notes=notes.found, profiling_s=time.perf_counter() - start)
 
 
-def _note_load(processor_share: float | None, notes: Notes) -> None:
+def _note_load(processor_fraction: float | None, notes: Notes) -> None:
     """Record that other processes load the machine, which the seconds of the profile leave out."""
-    if processor_share is None:
+    if processor_fraction is None:
         return
     threads = torch.get_num_threads()
     notes.record(
         "timing.processor_time",
-        f"other processes left each thread {100 * processor_share:.0f}% of a processor, so steps were timed by "
+        f"other processes left each thread {100 * processor_fraction:.0f}% of a processor, so steps were timed by "
         f"processor time on {threads} thread{'s' * (threads > 1)}; a step of the loop takes longer until they end",
     )
 

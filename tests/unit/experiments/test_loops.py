@@ -188,7 +188,7 @@ def test_a_trainer_with_work_outside_its_step_is_refused(changes):
 def test_a_trainers_step_has_the_trainers_precision():
     loop = loop_setup.build(lambda seed: with_transformers(seed, bf16=True), 0)
     seen = []
-    loop.model.register_forward_hook(lambda model, args, output: seen.append(torch.is_autocast_enabled("cpu")))
+    loop.model.transformer.register_forward_hook(lambda *_: seen.append(torch.is_autocast_enabled("cpu")))
     next(plain_steps(loop, DataStream(loop.loader, 0)))
     assert loop.reference.precision == "bf16"
     assert seen == [True]

@@ -21,7 +21,7 @@ def four_threads():
 
 
 def share_of(monkeypatch, share):
-    monkeypatch.setattr(timing, "processor_share", lambda num_threads: share)
+    monkeypatch.setattr(timing, "processor_fraction", lambda num_threads: share)
 
 
 def asleep():
@@ -62,5 +62,5 @@ def test_within_a_loaded_clock_the_load_is_not_measured_again(monkeypatch, four_
 
 
 def test_the_share_of_a_thread_is_that_of_its_work():
-    measured = timing._probed_share(1)  # The fixture of all tests replaces the public function.
+    measured = timing._probed_fraction(1)  # The fixture of all tests replaces the public function.
     assert 0.0 < measured <= 1.0

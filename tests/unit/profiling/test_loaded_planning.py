@@ -18,7 +18,7 @@ def test_a_plan_on_a_loaded_machine_names_the_clock(monkeypatch):
     try:
         model = nn.Linear(4, 4)
         for share, codes in ((0.5, {"timing.processor_time"}), (1.0, set())):
-            monkeypatch.setattr(timing, "processor_share", lambda num_threads, share=share: share)
+            monkeypatch.setattr(timing, "processor_fraction", lambda num_threads, share=share: share)
             plan = trimtab.plan(model, sgd(model), square_loss, torch.randn(8, 4), num_blocks=3)
             assert {note.code for note in plan.notes if note.code.startswith("timing")} == codes
             assert torch.get_num_threads() == 2
