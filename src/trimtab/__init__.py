@@ -1,6 +1,6 @@
 """trimtab: plan, apply and prove the compute settings of a PyTorch training loop.
 
-plan = trimtab.plan(model, optimizer, loss_fn, example_batch, budget=trimtab.Budget(memory="8GiB"))
+plan = trimtab.plan(model, optimizer, loss_fn, loader, memory="8GiB")
 run = trimtab.start(model, optimizer, plan)
 for window in run.windows(loader):
     loss = run.train_step(window, loss_fn)

@@ -33,8 +33,9 @@ class Loop:
     batch: Any
 
     def plan(self, **changes: Any) -> Plan:
-        given = {"model": self.model, "optimizer": self.optimizer, "loss_fn": mean_loss, "example_batch": self.batch}
-        return trimtab.plan(**given | changes)
+        given = {"model": self.model, "optimizer": self.optimizer, "loss_fn": mean_loss, "loader_or_batch": self.batch}
+        named = {"loader_or_batch" if name == "example_batch" else name: value for name, value in changes.items()}
+        return trimtab.plan(**given | named)
 
     def profile(self, **changes: Any) -> Any:
         given = {"model": self.model, "optimizer": self.optimizer, "loss_fn": mean_loss, "example_batch": self.batch}
