@@ -281,7 +281,7 @@ def plan(
             a batch of it. A list or tuple is a batch. The loader yields the same batches afterwards.
         memory, time: limits of the budget: peak bytes of a step, such as "8GiB", and seconds per optimizer step.
         accumulate: batches of the loader that an optimizer step accumulates, as with `run.of_batches`. The plan is for
-            one of them.
+            a single batch, with an equal part of the limits on time and energy.
         cache: True to keep the plan in the user's cache folder, or a folder. A later call for the same model, shapes,
             arguments, machine and versions returns it without measuring.
         adapt: names of the training settings that the plan may change (a tuned plan). None keeps batch size, learning
@@ -306,16 +306,8 @@ def plan(
     example_batch = loader_or_batch if loader is None else first_batch(loader)
     data = loader if data is None and device is None else data
     num_batches = validation.integer("accumulate", accumulate)
-    if num_batches > 1 and (budget.time is not None or budget.energy is not None):
-        raise ValueGivenError(
-            "accumulate",
-            problem=f"A limit on time or energy is per optimizer step, but with accumulate={num_batches} the plan is "
-            "for one of its batches.",
-            hint="Set the limit for one batch and leave out accumulate, or limit memory only.",
-            code="argument.conflict",
-        )
     arguments = {
-        "budget": budget,
+        "budget": budget.of_batch(num_batches),
         "objective": objective,
         "reference": reference,
         "longest_batch": longest_batch,

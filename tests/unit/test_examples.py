@@ -147,7 +147,8 @@ def test_python_blocks_are_found() -> None:
 
 @pytest.mark.usefixtures("brief_trials")
 @pytest.mark.parametrize("page", WITH_PYTHON)
-def test_python_blocks_run(page: str) -> None:
+def test_python_blocks_run(page: str, tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)  # A block may write a file.
     for block in blocks(read(page)):
         if block.language == "python":
             exec(compile(block.text, page, "exec", dont_inherit=True), {"__name__": "page"})

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from trimtab.cli.loop_commands import FailBelow, Steps, refuse_for_setup, refuse_for_task, run_loops, setup_named
+from trimtab.cli.loop_commands import FailBelow, Steps, compare_as_loop
 from trimtab.cli.options import (
     TRAINED,
     EnergyWatts,
@@ -68,25 +68,20 @@ def compare(
     as_json: Json = False,
 ) -> None:
     """Compare the baseline loop with the plan in paired runs, and report the gain."""
-    if (setup := setup_named(task, as_loop=steps is not None)) is not None:
-        given = {
-            "--whole": (whole, None),
-            "--quick": (quick, False),
-            "--adapt": (adapt, None),
-            "--peers": (peers, None),
-            "--against": (against, None),
-            "--cap": (cap, float("inf")),
-            "--reference-cap": (reference_cap, None),
-            "--ranks": (ranks, 1),
-            "--energy-watts": (energy_watts, None),
-        }
-        refuse_for_setup(task, given)
-        if plan_file is not None:
-            refuse_memory(memory)
-        how: dict[str, Any] = {"steps": steps, "pairs": pairs, "memory": memory, "plan_file": plan_file, "out": out}
-        run_loops("compare", setup, task, fail_below=fail_below, as_json=as_json, **how)
+    task_options = {
+        "--whole": (whole, None),
+        "--quick": (quick, False),
+        "--adapt": (adapt, None),
+        "--peers": (peers, None),
+        "--against": (against, None),
+        "--cap": (cap, float("inf")),
+        "--reference-cap": (reference_cap, None),
+        "--ranks": (ranks, 1),
+        "--energy-watts": (energy_watts, None),
+    }
+    how: dict[str, Any] = {"steps": steps, "pairs": pairs, "memory": memory, "plan_file": plan_file, "out": out}
+    if compare_as_loop("compare", task, task_options, fail_below=fail_below, as_json=as_json, **how):
         return
-    refuse_for_task(task, fail_below)
     import trimtab.experiments.report.svg  # noqa: F401 - fails now, not after hours, if a package for the report is missing
     from trimtab.experiments.comparison.compare_command import CompareRequest, run_comparison
 
@@ -147,19 +142,15 @@ def ablate(
     as_json: Json = False,
 ) -> None:
     """Measure every change of a plan alone: added to the baseline, and removed from the plan."""
-    if (setup := setup_named(task, as_loop=steps is not None)) is not None:
-        given = {
-            "--whole": (whole, None),
-            "--quick": (quick, False),
-            "--pairwise": (pairwise, False),
-            "--adapt": (adapt, None),
-            "--cap": (cap, float("inf")),
-        }
-        refuse_for_setup(task, given)
-        if plan_file is not None:
-            refuse_memory(memory)
-        how: dict[str, Any] = {"steps": steps, "pairs": seeds, "memory": memory, "plan_file": plan_file, "out": out}
-        run_loops("ablate", setup, task, fail_below=None, as_json=as_json, **how)
+    task_options = {
+        "--whole": (whole, None),
+        "--quick": (quick, False),
+        "--pairwise": (pairwise, False),
+        "--adapt": (adapt, None),
+        "--cap": (cap, float("inf")),
+    }
+    how: dict[str, Any] = {"steps": steps, "pairs": seeds, "memory": memory, "plan_file": plan_file, "out": out}
+    if compare_as_loop("ablate", task, task_options, as_json=as_json, **how):
         return
     import trimtab.experiments.report.svg  # noqa: F401 - fails now, not after hours, if a package for the report is missing
     from trimtab.core.objective import Budget

@@ -1,4 +1,4 @@
-"""Commands for loops that a function `setup(seed)` builds: race, and compare, ablate and plan for such functions."""
+"""Commands for functions `setup(seed)`, which build a training loop: race; compare, ablate and plan."""
 
 from __future__ import annotations
 
@@ -8,26 +8,26 @@ from typing import Annotated, Any
 
 import typer
 
-from trimtab.cli.options import Json
+from trimtab.cli.options import Json, refuse_memory
 from trimtab.cli.output import print_json, print_text
 from trimtab.core.errors import ValueGivenError
 from trimtab.experiments.progress_bar import ProgressBar
 
 Steps = Annotated[
-    int | None, typer.Option(min=2, help="optimizer steps of each loop per pair (100 with a function setup(seed))")
+    int | None, typer.Option(min=3, help="optimizer steps of each loop per pair (100 with a function setup(seed))")
 ]
 FailBelow = Annotated[
     float | None,
-    typer.Option(help="with a function setup(seed): exit with status 1 if the speed is below, such as 0.97"),
+    typer.Option(help="exit with status 1 if the speed is below this limit, such as 0.97"),
 ]
 
 
 def setup_named(task: str, *, as_loop: bool = False) -> Any:
-    """Return what builds the loop that a name stands for, or None for a task, a profile or a plan.
+    """Return the function `setup(seed)` with a name; None for the name of a task or a file.
 
     Args:
-        task: name of a task or of a function `setup(seed)`.
-        as_loop: True to return a task too, whose loop is then compared without its metric and recipes.
+        task: name of a task, a function or a file.
+        as_loop: True to return tasks too, for a comparison over a number of steps.
     """
     if not as_loop and ":" not in task:
         return None
@@ -37,43 +37,54 @@ def setup_named(task: str, *, as_loop: bool = False) -> Any:
     return found if as_loop or callable(found) else None
 
 
-def refuse_for_setup(task: str, options: Mapping[str, tuple[Any, Any]]) -> None:
-    """Raise `ValueGivenError` for options that differ from their default, as (value, default), with a setup."""
+def refuse_for_setup(options: Mapping[str, tuple[Any, Any]]) -> None:
+    """Raise `ValueGivenError` for options, as (value, default), with a value different from the default."""
     for name, (value, default) in options.items():
         if value != default:
             raise ValueGivenError(
                 name,
-                problem=f"{name} applies to the comparison of a task over its own length.",
-                hint=f"Remove {name}; with a function setup(seed), or with --steps, a loop is compared for some steps.",
+                problem=f"{name} applies to tasks without --steps.",
+                hint=f"Remove {name}.",
                 code="option.needs_task",
             )
 
 
-def refuse_for_task(task: str, fail_below: float | None) -> None:
-    """Raise `ValueGivenError` for `--fail-below` with a task that is compared over its own length."""
-    if fail_below is not None:
-        raise ValueGivenError(
-            "--fail-below",
-            problem=f"--fail-below needs --steps with {task}, a task, whose comparison has verdicts of its own.",
-            hint="Add --steps, or name a function: train.py:setup.",
-            code="option.needs_steps",
-        )
-
-
-def run_loops(
+def compare_as_loop(
     command: str,
-    setup: Any,
     task: str,
+    task_options: Mapping[str, tuple[Any, Any]],
     *,
     steps: int | None,
     pairs: int,
     memory: str | None,
     plan_file: Path | None,
     out: Path | None,
-    fail_below: float | None,
     as_json: bool,
-) -> None:
-    """Compare or ablate a loop, write its report, and print it."""
+    fail_below: float | None = None,
+) -> bool:
+    """Compare or ablate the loop of a function or, with `steps`, of a task; write and print the report.
+
+    Args:
+        command: "compare" or "ablate".
+        task: name of the task or function.
+        task_options: options for tasks without `steps`, as (value, default).
+
+    Returns:
+        False for a task without `steps`; nothing was done.
+    """
+    setup = setup_named(task, as_loop=steps is not None)
+    if setup is None:
+        if fail_below is not None:
+            raise ValueGivenError(
+                "--fail-below",
+                problem=f"--fail-below needs --steps with the task {task}.",
+                hint="Add --steps, or name a function: train.py:setup.",
+                code="option.needs_steps",
+            )
+        return False
+    refuse_for_setup(task_options)
+    if plan_file is not None:
+        refuse_memory(memory)
     from trimtab.experiments import loop_comparison
     from trimtab.experiments.output_folder import folder_of
     from trimtab.plans.plan import Plan
@@ -86,9 +97,8 @@ def run_loops(
         how["memory"] = memory
     with ProgressBar() as progress:
         found = getattr(loop_comparison, command)(setup, name=task.rpartition(":")[2], progress=progress, **how)
-    _write_and_show(found, folder, as_json=as_json)
-    if fail_below is not None and found.is_below(fail_below):
-        raise typer.Exit(1)
+    _write_and_show(found, folder, fail_below, as_json=as_json)
+    return True
 
 
 def race(
@@ -112,20 +122,20 @@ def race(
     how: dict[str, Any] = {} if steps is None else {"steps": steps}
     with ProgressBar() as progress:
         found = loop_comparison.race(*setups, pairs=pairs, names=loops, progress=progress, **how)
-    _write_and_show(found, folder, as_json=as_json)
-    if fail_below is not None and found.is_below(fail_below):
-        raise typer.Exit(1)
+    _write_and_show(found, folder, fail_below, as_json=as_json)
 
 
-def _write_and_show(found: Any, folder: Path, *, as_json: bool) -> None:
+def _write_and_show(found: Any, folder: Path, fail_below: float | None, *, as_json: bool) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     page = found.save(folder / "report.html")
     found.save(folder / "result.json")
     print_json(found) if as_json else print_text(f"{found}\nreport: {page}")
+    if fail_below is not None and found.is_below(fail_below):
+        raise typer.Exit(1)
 
 
 def plan_loop(setup: Any, task: str, progress: Any, **planning: Any) -> Any:
-    """Return the plan of a loop; further arguments of `trimtab.plan`."""
+    """Return the plan of a loop; `planning` are arguments of `trimtab.plan`."""
     from trimtab.experiments import loop_setup
 
     name = task.rpartition(":")[2]

@@ -138,7 +138,7 @@ def plan(
     if is_here and (setup := setup_named(task)) is not None:
         from trimtab.api import Metering
 
-        refuse_for_setup(task, {"--explain": (explain, False)})
+        refuse_for_setup({"--explain": (explain, False)})
         metering = Metering(energy_watts, without=without_meter)
         given: dict[str, Any] = {"adapt": wanted or None, "budget": limits, "objective": weights, "metering": metering}
         with ProgressBar() as progress:

@@ -120,6 +120,11 @@ class Budget:
         limits = [limit for limit in (self.memory_bytes, memory_bytes) if limit is not None]
         return replace(self, memory=min(limits, default=None))
 
+    def of_batch(self, num_batches: int) -> Budget:
+        """Return the budget of a batch, if an optimizer step accumulates several: equal parts of time and energy."""
+        time, energy = (None if limit is None else limit / num_batches for limit in (self.time, self.energy))
+        return self if num_batches == 1 else replace(self, time=time, energy=energy)
+
     def is_within(self, other: Budget) -> bool:
         """Return True if every limit of the other budget is implied by this one."""
         pairs = ((getattr(self, name), getattr(other, name)) for name in ("memory", "time", "energy"))

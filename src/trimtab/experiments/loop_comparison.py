@@ -1,8 +1,8 @@
-"""Comparison of training loops in paired runs: a loop with its plan (`compare`), two loops (`race`), each change of a
+"""Comparison of training loops in paired runs: a loop and a plan (`compare`), several loops (`race`), every change of a
 plan alone and left out (`ablate`).
 
-A pair is a seed: `setup(seed)` builds each arm anew, and the arms advance in turn, a block of a few steps at a time, on
-the same batches. The first arm, the baseline, runs twice: its second run is the A/A control. Peak memory is measured in
+Every pair has a seed. `setup(seed)` builds all arms, and the arms train on equal batches, alternating in blocks of a
+few steps. The first arm, the baseline, runs twice; the second run is the A/A control. Peak memory is measured in
 separate steps.
 """
 
@@ -24,9 +24,11 @@ from trimtab.core.errors import TrimtabError, ValueGivenError
 from trimtab.core.objective import Reference
 from trimtab.core.progress import Progress, silent
 from trimtab.experiments import loop_setup, loops, result_table
+from trimtab.experiments.ablation.ablation_design import changes_of, with_only
 from trimtab.experiments.loop_result import CONTROL, LoopComparison
 from trimtab.experiments.loop_setup import Setup
 from trimtab.experiments.loops import DataStream, Loop, StepResult
+from trimtab.experiments.paired_runs.plan_loops import settling_steps_of
 from trimtab.experiments.result_table import EVALUATION, LOSS, PEAK, SAMPLES, UNITS, ResultTable, Row
 from trimtab.measure.machine import environment
 from trimtab.measure.timing import synchronize
@@ -35,13 +37,13 @@ from trimtab.plans.plan import Plan
 from trimtab.profiling.measurement_notes import describe
 from trimtab.state.peak_memory import alive_between_steps, peak_bytes
 from trimtab.state.process_state import ProcessState
-from trimtab.training.apply_plan import WINDOWS
+from trimtab.tasks.task import Task
 
 BASELINE, PLANNED = "baseline", "plan"
 STEPS, PAIRS = 100, 5
 # A block takes this many seconds, at least one step and at most a tenth of the steps. The first steps of an arm are not
 # timed: they include one-time costs, such as compiled kernels.
-_BLOCK_S, _BLOCKS, _MOST_BLOCKS, _LEAD_STEPS = 0.3, 10, 60, 2
+_BLOCK_S, _BLOCKS, _MOST_BLOCKS, _LEAD_STEPS = 0.3, 10, 60, 1
 _QUEUES = 4  # Length of a block as a multiple of the batches that a loader's workers prepare.
 
 _SAME_LOSS = 0.05  # Relative difference of the first losses; dropout masks may differ.
@@ -55,20 +57,20 @@ class Arm:
     """A loop in a comparison.
 
     Args:
-        name: its name in the result.
+        name: name in the result.
         setup: builds the loop for a seed.
-        steps: trains the loop on batches, and yields after each optimizer step.
+        steps: trains the loop on batches, and yields after every optimizer step.
         lead_steps: steps before the timed ones.
     """
 
     name: str
     setup: Setup
     steps: MakeSteps
-    lead_steps: int = _LEAD_STEPS
+    lead_steps: int = _LEAD_STEPS + 1
 
 
 def compare(
-    setup: Setup,
+    setup: Setup | Task,
     *,
     steps: int = STEPS,
     pairs: int = PAIRS,
@@ -77,23 +79,24 @@ def compare(
     progress: Progress = silent,
     **planning: Any,
 ) -> LoopComparison:
-    """Compare a training loop with its plan in paired runs.
+    """Compare a training loop with a plan in paired runs.
 
     Args:
         setup: `setup(seed)` returns a `trimtab.Loop`, a Transformers Trainer, or a Lightning (trainer, module, loader).
-            Models, optimizers and loaders are built anew by each call.
-        steps: optimizer steps of each arm per pair.
-        pairs: paired runs, each with its own seed: five for a verdict, eight for a claim.
-        plan: the plan; by default one is made.
+            Every call must build a new model, optimizer and loader.
+        steps: optimizer steps of an arm per pair.
+        pairs: paired runs with different seeds: five for a verdict, eight for a claim.
+        plan: the plan; None to make a plan.
         name: name of the loop in the result and in errors.
         progress: called with a line of text and the completed fraction.
         planning: further arguments of `trimtab.plan`, such as `memory="8GiB"` or `total_steps`.
 
     Raises:
         ValueGivenError: `setup` returns no loop.
-        LoopError: `setup` or the loop's own step raises.
+        LoopError: `setup` or the baseline raises.
     """
     steps, pairs = validation.integer("steps", steps, low=3), validation.integer("pairs", pairs)
+    setup = loop_setup.setup_function(setup)
     with _process_kept():
         reference, plan, planned = _planned(setup, plan, name, progress, planning)
         arms = [_plain_arm(BASELINE, setup, reference), planned]
@@ -101,8 +104,8 @@ def compare(
 
 
 def race(
-    setup: Setup,
-    *others: Setup,
+    setup: Setup | Task,
+    *others: Setup | Task,
     steps: int = STEPS,
     pairs: int = PAIRS,
     names: Sequence[str] = (),
@@ -112,15 +115,15 @@ def race(
 
     Args:
         setup, others: functions as in `compare`.
-        steps: optimizer steps of the first loop per pair; the others train on as many samples.
-        pairs: paired runs, each with its own seed.
-        names: names of the loops in the result; by default those of the functions.
+        steps: optimizer steps of the first loop per pair; all loops train on an equal number of samples.
+        pairs: paired runs with different seeds.
+        names: names of the loops in the result; by default the names of the functions.
         progress: called with a line of text and the completed fraction.
 
     Raises:
-        ValueGivenError: only one loop, or names that do not fit.
+        ValueGivenError: fewer than two loops, or names that are missing or equal.
     """
-    every = (setup, *others)
+    every = [loop_setup.setup_function(each) for each in (setup, *others)]
     steps, pairs = validation.integer("steps", steps, low=3), validation.integer("pairs", pairs)
     titles = list(names) or _names_of(every)
     if len(every) < 2 or len(titles) != len(every) or len(set(titles)) < len(titles) or CONTROL in titles:
@@ -139,7 +142,7 @@ def race(
 
 
 def ablate(
-    setup: Setup,
+    setup: Setup | Task,
     *,
     steps: int = STEPS,
     pairs: int = PAIRS,
@@ -148,20 +151,21 @@ def ablate(
     progress: Progress = silent,
     **planning: Any,
 ) -> LoopComparison:
-    """Compare a loop with its plan, with each change of the plan alone, and with the plan without each change.
+    """Compare a loop with a plan, with every change of the plan alone, and with the plan without every change.
 
     Arguments and errors as in `compare`.
     """
     steps, pairs = validation.integer("steps", steps, low=3), validation.integer("pairs", pairs)
+    setup = loop_setup.setup_function(setup)
     with _process_kept():
         reference, plan, planned = _planned(setup, plan, name, progress, planning)
         arms = [_plain_arm(BASELINE, setup, reference), planned]
-        if len(plan.changes) > 1:
-            for change in plan.changes:
-                words = change.replace("_", " ")
-                others = [each for each in plan.changes if each != change]
-                arms.append(_planned_arm(f"{words} alone", setup, reference, _without(plan, others)))
-                arms.append(_planned_arm(f"plan without {words}", setup, reference, _without(plan, [change])))
+        changes = changes_of(plan, reference)
+        for change in changes if len(changes) > 1 else ():
+            parts = {"{} alone": {change}, "plan without {}": set(changes) - {change}}
+            for title, kept in parts.items():
+                reduced = with_only(plan, kept, reference)
+                arms.append(_planned_arm(title.format(change.replace("_", " ")), setup, reference, reduced))
         return _run(f"{name}: changes of the plan", arms, steps, pairs, progress, plan=plan, reference=reference)
 
 
@@ -182,12 +186,6 @@ def _planned(
     return reference, plan, _planned_arm(PLANNED, setup, reference, plan)
 
 
-def _without(plan: Plan, names: Sequence[str]) -> Plan:
-    """Return the plan with some settings as in the unchanged loop."""
-    unchanged = Plan.fixed(plan.batch_size, precision=plan.reference.precision)
-    return plan.having(**{name: getattr(unchanged, name) for name in names})
-
-
 def _names_of(setups: Sequence[Setup]) -> list[str]:
     names = [getattr(each, "__name__", f"loop {index + 1}") for index, each in enumerate(setups)]
     return [
@@ -201,12 +199,11 @@ def _plain_arm(name: str, setup: Setup, reference: Reference) -> Arm:
 
 
 def _planned_arm(name: str, setup: Setup, reference: Reference, plan: Plan) -> Arm:
-    lead = WINDOWS + _LEAD_STEPS if plan.compiled.value else _LEAD_STEPS
     return Arm(
         name,
         _referring(setup, reference, name),
         lambda loop, batches: loops.planned_steps(loop, batches, plan),
-        lead_steps=lead,
+        lead_steps=_LEAD_STEPS + settling_steps_of(plan),
     )
 
 
@@ -271,7 +268,7 @@ def _notes(rows: Sequence[Row], pairs: int) -> tuple[str, ...]:
 
 
 def _measure_peak(arm: Arm, rows: list[Row], failures: dict[str, str], *, is_baseline: bool) -> None:
-    """Measure the peak memory of an arm's step, after the steps that create its state."""
+    """Measure the peak memory of an arm's step, after the steps that create optimizer state."""
     outside = ProcessState.capture()
     stream = steps = None
     try:
@@ -302,7 +299,7 @@ def _close(steps: Steps | None, stream: DataStream | None) -> None:
 
 
 class _RunningArm:
-    """An arm in a paired run, with its own random generators and global modes."""
+    """An arm in a paired run, with separate random generators and global modes."""
 
     def __init__(self, arm: Arm, seed: int) -> None:
         self.arm, self.seed = arm, seed
@@ -342,7 +339,7 @@ def _run_pair(
     progress: Progress,
     position: tuple[int, int],
 ) -> None:
-    """Run all arms for a seed, interleaved block by block. An arm that fails drops out; the baseline's error raises."""
+    """Run all arms for a seed, interleaved in blocks. A failed arm drops out; an error of the baseline raises."""
     outside, running = ProcessState.capture(), list[_RunningArm]()
     try:
         for arm in arms:
@@ -378,8 +375,8 @@ def _run_pair(
 def _steps_of_block(steps: int, step_s: float, running: Sequence[_RunningArm]) -> int:
     """Return the steps of a block: about `_BLOCK_S`, at least `_BLOCKS` and at most `_MOST_BLOCKS` blocks per run.
 
-    While an arm waits for its turn, the workers of its loader fill their queues. A block takes several times as many
-    batches, or the time to load them would not be measured.
+    While an arm waits, the workers of the loader fill the queues. A block therefore takes several times the number of
+    queued batches, or the time to load a batch would not be measured.
     """
     wanted = max(round(_BLOCK_S / max(step_s, 1e-9)), math.ceil(steps / _MOST_BLOCKS))
     queued = max(_queued_batches(each.loop) for each in running)
@@ -387,14 +384,14 @@ def _steps_of_block(steps: int, step_s: float, running: Sequence[_RunningArm]) -
 
 
 def _queued_batches(loop: Loop) -> float:
-    """Return the optimizer steps that a loader's workers may have prepared."""
+    """Return the number of optimizer steps with batches that loader workers may have prepared."""
     workers = getattr(loop.loader, "num_workers", 0)
     factor = getattr(loop.loader, "prefetch_factor", None)
     return workers * (factor or 2) / loop.accumulate if isinstance(workers, int) else 0.0
 
 
 def _require_apart(made: _RunningArm, running: Sequence[_RunningArm]) -> None:
-    """Raise if two arms have one model, optimizer or loader with a state of its own: `setup` must build them anew."""
+    """Raise if two arms have the same model, optimizer or stateful loader, because `setup` must build new objects."""
     draws_itself = any(getattr(made.loop.loader, name, None) for name in ("generator", "persistent_workers"))
     for name in ("model", "optimizer", *(("loader",) if draws_itself else ())):
         if any(getattr(made.loop, name) is getattr(other.loop, name) for other in running):
@@ -409,7 +406,7 @@ def _require_apart(made: _RunningArm, running: Sequence[_RunningArm]) -> None:
 
 
 def _guarded(arm: Arm, baseline: Arm, failures: dict[str, str], function: Callable[..., Any], *arguments: Any) -> Any:
-    """Return the result of a function; for an arm other than the baseline, record its error and return None."""
+    """Return the result of a function. On an error, raise for the baseline; else record the failure and return None."""
     try:
         return function(*arguments)
     except Exception as error:
@@ -422,7 +419,7 @@ def _guarded(arm: Arm, baseline: Arm, failures: dict[str, str], function: Callab
 def _lead(
     running: Sequence[_RunningArm], baseline: Arm, rows: list[Row], failures: dict[str, str]
 ) -> tuple[float, float]:
-    """Run the steps before the timed ones, equal in samples for all arms; return the baseline's samples and seconds."""
+    """Run the steps before the clock starts, and return samples and seconds per step of the baseline."""
     most = max(each.arm.lead_steps for each in running)
     first = running[0]
     seconds, samples = math.inf, 1.0
@@ -450,7 +447,7 @@ def _take_block(each: _RunningArm, limit: float, number: int, rows: list[Row]) -
 
 
 def _note_steps(each: _RunningArm, taken: Sequence[StepResult], rows: list[Row]) -> None:
-    """Add the losses of steps, which are read after the clock has stopped.
+    """Add the losses of steps, read after the clock has stopped.
 
     Raises:
         FloatingPointError: the last loss or a parameter is not finite.
@@ -472,7 +469,6 @@ def _finish(each: _RunningArm, rows: list[Row]) -> None:
         return
     each.state.restore()
     found = each.loop.evaluate(each.loop.model)
-    each.loop.model.train()
     named = found if isinstance(found, Mapping) else {"evaluation": found}
     for name, value in named.items():
         number = value.item() if isinstance(value, Tensor) else value

@@ -21,19 +21,17 @@ from trimtab.tasks.placement import device_here
 from trimtab.tasks.task import Task, TaskData
 from trimtab.training.batch import to_device
 
-Setup = Callable[[int], Any] | Task
+Setup = Callable[[int], Any]
 _OBSERVED_STEPS = 2
 
 
 def build(setup: Setup, seed: int, name: str = "setup") -> Loop:
-    """Return the loop that `setup(seed)` builds, with all random generators seeded before the call.
+    """Return the loop built by `setup(seed)`, with all random generators seeded before the call.
 
     Raises:
-        ValueGivenError: `setup` is not callable, or returns something else than a loop or a trainer.
+        ValueGivenError: `setup` is not callable, or returns neither a loop nor a trainer.
         LoopError: `setup` raises, chained to the original error.
     """
-    if isinstance(setup, Task):
-        setup, name = setup_of_task(setup), setup.name
     if not callable(setup):
         raise ValueGivenError(
             name,
@@ -64,12 +62,13 @@ def build(setup: Setup, seed: int, name: str = "setup") -> Loop:
     return loop
 
 
-def setup_of_task(task: Task) -> Setup:
-    """Return a function that builds the loop of a task: its plain loop, or its own step."""
+def setup_function(setup: Setup | Task) -> Setup:
+    """Return the function of a task, which loads the data once, or the given function."""
+    if not isinstance(setup, Task):
+        return setup
+    task, load_data = setup, functools.cache(setup.load_data)
 
-    load_data = functools.cache(task.load_data)
-
-    def setup(seed: int) -> Loop:
+    def build_task(seed: int) -> Loop:
         device, data = device_here(), load_data()
         model = task.make_model().to(device)
         own = task.step
@@ -88,7 +87,8 @@ def setup_of_task(task: Task) -> Setup:
             reference=task.reference,
         )
 
-    return setup
+    build_task.__name__ = task.name
+    return build_task
 
 
 class _TaskLoader:
@@ -102,9 +102,9 @@ class _TaskLoader:
 
 
 def observed_reference(setup: Setup, seed: int, name: str = "setup") -> Reference:
-    """Return the loop's declared reference, or one with the precision observed in its own step.
+    """Return the declared reference of a loop, or a reference with the precision observed in the user's step.
 
-    Runs a few steps of a separate loop. Observed is autocast in the forward of the model.
+    Runs a few steps of a separate loop, and observes autocast in the forward of the model.
     """
     loop = build(setup, seed, name)
     if loop.reference is not None or loop.step is None:
@@ -128,7 +128,7 @@ def observed_reference(setup: Setup, seed: int, name: str = "setup") -> Referenc
 
 
 def step_failed(name: str, error: Exception) -> Exception:
-    """Return the error for a baseline whose step raises: the error itself if it is typed."""
+    """Return the error for a failed step of the baseline: a typed error unchanged, or a `LoopError`."""
     if isinstance(error, TrimtabError):
         return error
     return LoopError(
@@ -162,5 +162,5 @@ def plan_of(loop: Loop, reference: Reference, *, total_steps: int | None = None,
 
 
 def with_reference(loop: Loop, reference: Reference) -> Loop:
-    """Return the loop with its reference, declared or observed."""
+    """Return the loop with a declared or observed reference."""
     return replace(loop, reference=reference)

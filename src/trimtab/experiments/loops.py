@@ -1,8 +1,7 @@
-"""A training loop of the user as its parts, `Loop`, and the functions that build one: `setup(seed)`.
+"""Parts of the user's training loop (`Loop`), and two ways to train: as written by the user, and with a plan.
 
-A loop is stepped in one of two ways: as the user wrote it (`plain_steps`), or through a run with a plan
-(`planned_steps`). Both draw from a `DataStream`, so that loops with the same seed see the same batches in the same
-order, however many random numbers their steps draw.
+`plain_steps` takes the user's steps, `planned_steps` trains through a run. Both draw from a `DataStream`: loops with
+equal seeds see equal batches in the same order, also if the steps draw different random numbers.
 """
 
 from __future__ import annotations
@@ -40,17 +39,17 @@ class Loop:
         model: the model, on its device.
         optimizer: its optimizer.
         loss_fn: `loss_fn(model, batch)`, as in `trimtab.plan`.
-        loader: any iterable of batches that can be iterated again: a DataLoader with workers and augmentation, a list,
-            a stream. Batches may have different lengths.
-        evaluate: `evaluate(model)` returns a number, or numbers by name; called after the last step, outside the clock.
-        step: `step(model, optimizer, batch)`, the loop's own training step, called for each batch of the loader: with
-            its autocast, gradient scaler, accumulation, clipping and scheduler. It is the baseline of a comparison, and
-            may return the loss. None: a plain step in the precision, and with the clipping, of `reference`.
-        after_step: called without arguments after each optimizer step that trimtab takes, such as `scheduler.step`. A
-            `step` does this by itself.
+        loader: iterable of batches for repeated iteration: a DataLoader with workers and augmentation, a list, a
+            stream. Batches may have different lengths.
+        evaluate: `evaluate(model)` returns a number, or numbers by name; called after the last step, untimed.
+        step: `step(model, optimizer, batch)`, the user's training step, called for every batch of the loader, with
+            autocast, gradient scaler, accumulation, clipping and scheduler. The baseline of a comparison; may return
+            the loss. None: a plain step in the precision, and with the clipping, of `reference`.
+        after_step: called without arguments after optimizer steps of trimtab, for example `scheduler.step`. A user's
+            `step` includes this call.
         accumulate: batches of the loader per optimizer step.
-        reference: precision and clipping of the loop. By default the precision is observed in a step, and no clipping
-            is assumed.
+        reference: precision and clipping of the loop. By default the precision is observed in a step, and clipping is
+            assumed to be absent.
         longest_batch, modules, count, split: as in `trimtab.plan`.
     """
 
@@ -98,17 +97,9 @@ class Loop:
         """How samples of a batch are counted."""
         return BatchSplitting(self.count, self.split)
 
-    @property
-    def num_batches(self) -> int | None:
-        """Number of batches in an epoch; None for a loader without a length."""
-        try:
-            return len(self.loader)  # type: ignore[arg-type]
-        except TypeError:
-            return None
-
 
 def seed_everything(seed: int, *, devices: bool = True) -> None:
-    """Seed the generators of Python, numpy and torch; without `devices`, those on the host only."""
+    """Seed the generators of Python, numpy and torch; without `devices`, only the generators on the host."""
     random.seed(seed)
     numpy.random.seed(seed % 2**32)
     torch.manual_seed(seed) if devices else torch.default_generator.manual_seed(seed)
@@ -132,10 +123,10 @@ class _Generators(NamedTuple):
 
 
 class DataStream(Iterator[Any]):
-    """The batches of a loader, epoch after epoch, drawn with random generators of their own.
+    """The batches of a loader, epoch after epoch, drawn with separate random generators.
 
-    Shuffling and augmentation then depend on the seed alone, not on the random numbers that a training step draws: an
-    arm with dropout in other micro-batches trains on the same batches.
+    Shuffling and augmentation depend on the seed alone, not on random numbers drawn by training steps: dropout in
+    different micro-batches does not change the batches.
 
     Attributes:
         num_epochs: number of completed epochs.
@@ -152,7 +143,7 @@ class DataStream(Iterator[Any]):
         outside.restore()
 
     def take_aside_s(self) -> float:
-        """Return the seconds spent on exchanging generators since the last call, which belong to no loop."""
+        """Return the seconds spent on exchanging generators since the last call; not part of the loop."""
         found, self._aside_s = self._aside_s, 0.0
         return found
 
@@ -197,14 +188,14 @@ def _ended(loader: Any, num_epochs: int) -> LoopError:
 
 
 class StepResult(NamedTuple):
-    """An optimizer step: its samples, and its mean loss as a detached scalar; None if the loop does not return it."""
+    """Samples of an optimizer step, and the mean loss as a detached scalar; None if the step returns no loss."""
 
     samples: int
     loss: Tensor | float | None
 
 
 def plain_steps(loop: Loop, batches: Iterator[Any]) -> Iterator[StepResult]:
-    """Train with the loop's own step, or with a plain one; yield after each optimizer step."""
+    """Train with the user's step or a plain step; yield after every optimizer step."""
     if loop.step is not None:
         yield from _own_steps(loop, loop.step, batches)
         return
@@ -258,7 +249,7 @@ def _own_steps(loop: Loop, step: Step, batches: Iterator[Any]) -> Iterator[StepR
 
 
 def planned_steps(loop: Loop, batches: Iterator[Any], plan: Plan) -> Iterator[StepResult]:
-    """Train through a run with a plan, as the documentation shows; yield after each optimizer step."""
+    """Train through a run with a plan; yield after every optimizer step."""
     clip_norm = None if loop.reference is None else loop.reference.clip_norm
     options: dict[str, Any] = {"modules": loop.modules, "count": loop.count, "split": loop.split}
     drawn = _CountedBatches(batches, loop.batching)
@@ -274,10 +265,10 @@ def planned_steps(loop: Loop, batches: Iterator[Any], plan: Plan) -> Iterator[St
 
 
 class _CountedBatches(Iterator[Any]):
-    """Batches whose samples are counted as in a plain step.
+    """Batches with samples counted as in a plain step.
 
     Attributes:
-        samples: samples of the batches drawn since it was last set.
+        samples: samples of all batches drawn since the attribute was set.
     """
 
     def __init__(self, batches: Iterator[Any], batching: BatchSplitting) -> None:

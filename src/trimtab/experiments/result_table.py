@@ -1,4 +1,4 @@
-"""Results of experiments as one long table: a row has an arm, seed, round, metric, value and unit.
+"""Results of experiments as a long table with columns arm, seed, round, metric, value and unit.
 
 Comparisons and ablations are queries on this table, so a new figure needs no new class of rows.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import math
+import statistics
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -22,11 +23,11 @@ class Row(NamedTuple):
 
     Args:
         arm: name of the loop that was measured.
-        seed: seed of the paired run; -1 for values that belong to no paired run, such as peak memory.
+        seed: seed of the paired run; -1 for values outside of paired runs, such as peak memory.
         round: index of the block or step within the run; -1 for values of the whole run.
         metric: name of the quantity.
         value: the value.
-        unit: its unit.
+        unit: unit of the value.
     """
 
     arm: str
@@ -39,10 +40,10 @@ class Row(NamedTuple):
 
 @dataclass(frozen=True)
 class ResultTable:
-    """Rows of a result, stored as columns, so that a table of thousands of rows is a small file.
+    """Rows of a result, stored as columns, which keeps files of thousands of rows small.
 
     Args:
-        arms, seeds, rounds, metrics, values, units: the columns. A value that is not finite is None, as JSON requires.
+        arms, seeds, rounds, metrics, values, units: the columns. Values are None if not finite, as JSON requires.
     """
 
     arms: tuple[str, ...] = ()
@@ -82,7 +83,7 @@ class ResultTable:
         return found
 
     def select(self, metric: str, arm: str, seed: int | None = None) -> list[Row]:
-        """Return the rows of a metric and arm in their order; of one seed, if given."""
+        """Return the rows of a metric and arm in order; of a single seed, if given."""
         return [row for row in self._index.get((metric, arm), ()) if seed in (None, row.seed)]
 
     def value(self, metric: str, arm: str, seed: int = -1) -> float | None:
@@ -102,9 +103,9 @@ EVALUATION = "evaluation:"
 
 
 def speed_of_pair(table: ResultTable, arm: str, against: str, seed: int, *, metric: str = SECONDS) -> Interval | None:
-    """Return the speed of an arm relative to another in one paired run, by its interleaved blocks; None without two.
+    """Return the speed of `arm` relative to `against` in a paired run, by interleaved blocks; None below two rounds.
 
-    Blocks of a round run one after the other. The first round is left out, because it includes one-time costs.
+    Blocks of a round run in sequence. The first round is left out, because of one-time costs.
     """
     ours, theirs = (_seconds_per_sample(table, each, seed, metric) for each in (arm, against))
     rounds = [number for number in ours if number > 0 and number in theirs]
@@ -121,7 +122,7 @@ def _seconds_per_sample(table: ResultTable, arm: str, seed: int, metric: str) ->
 
 
 def speeds(table: ResultTable, arm: str, against: str, *, metric: str = SECONDS) -> dict[int, float]:
-    """Return the speed of an arm relative to another by seed, for all pairs in which both ran."""
+    """Return the speed of `arm` relative to `against` by seed, for all pairs with both."""
     found = {}
     for seed in table.seeds_of(against):
         if (pair := speed_of_pair(table, arm, against, seed, metric=metric)) is not None:
@@ -130,24 +131,24 @@ def speeds(table: ResultTable, arm: str, against: str, *, metric: str = SECONDS)
 
 
 def speed(table: ResultTable, arm: str, against: str, *, metric: str = SECONDS) -> Interval | None:
-    """Return the speed of an arm relative to another, with the t interval over paired runs; None without pairs."""
+    """Return the speed of `arm` relative to `against`, with the t interval over paired runs; None without pairs."""
     pairs = list(speeds(table, arm, against, metric=metric).values())
     return ratio_interval(pairs) if pairs else None
 
 
 def samples_per_s(table: ResultTable, arm: str) -> float | None:
-    """Return an arm's median samples per second over its blocks; None without blocks."""
-    rates = sorted(
+    """Return the median samples per second over all blocks of an arm; None without blocks."""
+    rates = [
         1 / seconds
         for seed in table.seeds_of(arm)
         for number, seconds in _seconds_per_sample(table, arm, seed, SECONDS).items()
         if number > 0 and seconds > 0
-    )
-    return rates[len(rates) // 2] if rates else None
+    ]
+    return statistics.median(rates) if rates else None
 
 
 def loss_curve(table: ResultTable, arm: str, seed: int) -> list[tuple[float, float]]:
-    """Return (samples trained on, loss) after each step of an arm, without losses that are not finite."""
+    """Return (samples trained on, loss) after every step of an arm; non-finite losses are left out."""
     number, found = 0.0, []
     rows = {row.round: row.value for row in table.select("step_samples", arm, seed)}
     for row in table.select(LOSS, arm, seed):

@@ -1,7 +1,6 @@
 """Loops of trainers: the training step of a Transformers Trainer or of a Lightning module, as a `Loop`.
 
-The packages are not imported here, because the trainers are the user's objects. Only the training step is timed, not
-logging, callbacks and evaluation.
+Neither package is imported, because the user passes the trainer. Logging, callbacks and evaluation are not timed.
 """
 
 from __future__ import annotations
@@ -21,10 +20,10 @@ _IGNORED = -100  # Label of Transformers' losses for tokens that do not count.
 
 
 def loop_of_trainer(found: Any) -> Loop | None:
-    """Return the loop of a trainer; None for something else.
+    """Return the loop of a trainer; None for an object of any different class.
 
     Args:
-        found: a `transformers.Trainer`, or a tuple of a Lightning Trainer, its module and its loader.
+        found: a `transformers.Trainer`, or a tuple (Lightning Trainer, module, loader).
     """
     if _is_a(found, "transformers", "Trainer"):
         return _of_transformers(found)
@@ -34,16 +33,16 @@ def loop_of_trainer(found: Any) -> Loop | None:
 
 
 def _is_a(value: Any, package: str, name: str) -> bool:
-    """Return True if a base class of the value has a name and comes from a package (also as pytorch_<package>)."""
+    """Return True if a base class of the value has this name and package, or the package with prefix `pytorch_`."""
     packages = (package, f"pytorch_{package}")
     return any(kind.__name__ == name and kind.__module__.split(".")[0] in packages for kind in type(value).__mro__)
 
 
 def _of_transformers(trainer: Any) -> Loop:
-    """Return the loop of a Transformers Trainer: its loader, loss, optimizer, clipping and scheduler.
+    """Return the loop of a Transformers Trainer: loader, loss, optimizer, clipping and scheduler.
 
     Raises:
-        ValueGivenError: the Trainer sets up something outside of its training step.
+        ValueGivenError: an argument of the Trainer acts outside of the training step.
     """
     args = trainer.args
     _refuse_outside_step(args)
@@ -90,7 +89,7 @@ def _of_transformers(trainer: Any) -> Loop:
 
 
 def _refuse_outside_step(args: Any) -> None:
-    """Raise for arguments that act outside of `Trainer.training_step`, which alone is timed."""
+    """Raise for arguments with an effect outside of `Trainer.training_step`, because only the step is timed."""
     names = (
         "gradient_checkpointing",
         "activation_checkpointing",
@@ -121,11 +120,10 @@ def _num_steps(loader: Any, epochs: float) -> int:
 
 
 def _of_lightning(trainer: Any, module: Any, loader: Any) -> Loop:
-    """Return the loop of a Lightning module: its training step, optimizer, clipping and scheduler.
+    """Return the loop of a Lightning module: training step, optimizer, clipping and scheduler.
 
     Raises:
-        ValueGivenError: the module optimizes by hand or has several optimizers, or the Trainer has a precision or a way
-            of clipping other than those of a plain loop.
+        ValueGivenError: manual optimization, several optimizers, an unsupported precision, or clipping by value.
     """
     precisions = {"32-true": "fp32", "32": "fp32", "bf16-mixed": "bf16"}
     if str(trainer.precision) not in precisions or trainer.gradient_clip_algorithm == "value":
@@ -184,7 +182,7 @@ def _of_lightning(trainer: Any, module: Any, loader: Any) -> Loop:
 
 
 def _configured(found: Any) -> tuple[torch.optim.Optimizer, Callable[[], Any] | None]:
-    """Return the optimizer, and the step of a scheduler that is stepped after each optimizer step, or None."""
+    """Return the optimizer, and the step function of a scheduler with the interval "step", or None."""
     schedulers: list[Any] = []
     if isinstance(found, Mapping):
         schedulers = [found["lr_scheduler"]] if found.get("lr_scheduler") is not None else []

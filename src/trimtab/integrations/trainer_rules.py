@@ -22,22 +22,21 @@ from trimtab.training.run import Run
 LIMIT_S = 1800.0
 
 
-def accumulation_arguments(planning: Mapping[str, Any], num_batches: int, window: int = 1) -> dict[str, Any]:
-    """Return arguments of `trimtab.plan` for an example that joins the `num_batches` batches of an accumulated step.
+def accumulation_arguments(planning: Mapping[str, Any], num_batches: int, window: int) -> dict[str, Any]:
+    """Return arguments of `trimtab.plan` for the example batch of an accumulated step.
 
-    A number of batches in the user's own `reference` takes precedence. If the example is one of `window` batches that
-    are not joined, the plan is for one of them, of which a step takes several.
+    The number of batches in the user's own `reference` takes precedence.
 
     Args:
         planning: arguments of `trimtab.plan`.
-        num_batches: batches that the example joins.
+        num_batches: batches joined in the example; 1 for a plan of single batches.
         window: batches of an optimizer step.
     """
-    if num_batches == 1 and window > 1:
-        return {"accumulate": window, **planning}
     reference = planning.get("reference") or ASSUMED_REFERENCE
-    if num_batches == 1 or not isinstance(reference, Reference) or reference.accumulate > 1:
+    if not isinstance(reference, Reference) or reference.accumulate > 1 or window == 1:
         return {**planning}
+    if num_batches == 1:
+        return {"accumulate": window, **planning}
     return {**planning, "reference": replace(reference, accumulate=num_batches)}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 
 import pytest
@@ -61,6 +62,7 @@ def test_within_a_loaded_clock_the_load_is_not_measured_again(monkeypatch, four_
         assert (inner, torch.get_num_threads()) == (None, 2)
 
 
-def test_the_share_of_a_thread_is_that_of_its_work():
-    measured = timing._probed_fraction(1)  # The fixture of all tests replaces the public function.
-    assert 0.0 < measured <= 1.0
+def test_more_threads_than_processors_are_read_as_load():
+    """Of the private function, because a fixture of all tests replaces the public one."""
+    threads = 8 * (os.cpu_count() or 1)
+    assert 0.0 < timing._probed_fraction(threads) < timing._LOADED

@@ -48,6 +48,23 @@ def test_clear_gains_are_taken_with_their_figures():
     assert f"not fp32: {reasons_against(plan, 'precision')['fp32']}" in text
 
 
+@pytest.mark.parametrize(("modes", "code"), [((0.8, 0.8, 0.8), "trial.faster"), ((0.8, 1.1, 0.9), "trial.together")])
+def test_a_change_that_is_not_clear_alone_is_chosen_together(modes, code):
+    whole = Candidate(64)
+    half, both = replace(whole, precision="bf16"), replace(whole, precision="bf16", allocator="retain")
+    trials = (
+        Trial("modes", whole, (1.0,) * 3, MIB),
+        Trial("modes", half, modes, MIB),
+        Trial("final", whole, (1.0,) * 6, MIB),
+        Trial("final", both, (0.7,) * 6, MIB),
+        Trial("final", whole, (1.0, 0.99, 1.01, 1.0, 1.0, 1.0), control=True),
+    )
+    found = replace(measured(Machine(), check=REFUSED), trials=trials)
+    plan = choose(found, Objective(), Budget())
+    assert plan.changes == ("precision", "allocator")
+    assert plan.precision.code == code
+
+
 def kept_precision(bf16, control) -> Choice:
     """Return the reason for keeping fp32 where bf16 took these seconds in the final; the control resolves about 3%."""
     whole = Candidate(64)

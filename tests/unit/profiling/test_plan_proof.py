@@ -17,6 +17,7 @@ from torch.nn import functional as F
 
 import trimtab
 from trimtab import Summed
+from trimtab.core.choice import Proof
 from trimtab.core.errors import InfeasibleError
 from trimtab.nn import LossHead
 from trimtab.plans.profile import Candidate
@@ -571,3 +572,38 @@ def test_moved_weights_are_restored(model, part, monkeypatch):
             assert ((parameter - held).abs() >= 0.009 * held.abs()).float().mean() > 0.5
             assert torch.allclose(parameter, held, rtol=0.03)
     assert all(torch.equal(p, held) for p, held in zip(model.parameters(), before, strict=True))
+
+
+@pytest.mark.parametrize(("worst", "differing", "holds"), [(5.0, 6, True), (5.0, 7, False), (5_000.0, 1, False)])
+def test_a_small_difference_is_compared_again_from_nearby_weights(monkeypatch, worst, differing, holds):
+    """An activation at a kink differs from some starting weights, an error of the plan from all of them."""
+    compared, seeds = plan_proof._compared, []
+
+    def compare(*arguments):
+        seeds.append(arguments[7] if len(arguments) > 7 else 0)
+        if len(seeds) <= differing:
+            return Proof(False, "differs", "proof.differs", worst=worst)
+        return compared(*arguments)
+
+    monkeypatch.setattr(plan_proof, "_compared", compare)
+    assert prove(images(), candidate_of("memory_layout"), REFERENCE).holds is holds
+    assert len(set(seeds)) == len(seeds)
+    assert len(seeds) == (1 if worst > 1_000 else 7)
+
+
+def test_a_perturbed_start_is_the_start_of_both_loops():
+    subject, seen = images(), []
+    steps = plan_proof._TwoSteps(
+        subject,
+        LoopState(subject.trained, subject.optimizer),
+        (subject.batch, subject.batch),
+        "fp32",
+        plan_proof._Comparison(REFERENCE, ROWS, drops=True),
+        set(),
+        start_seed=3,
+    )
+    for loop in (steps.plain, steps.planned):
+        seen.append(steps.copies(loop)["gradients"])
+    plain = replace(steps, start_seed=0)
+    assert all(torch.allclose(ours, seen[1][name], rtol=1e-4, atol=1e-6) for name, ours in seen[0].items())
+    assert any(not torch.equal(ours, seen[0][name]) for name, ours in plain.copies(plain.plain)["gradients"].items())

@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import trimtab
 from trimtab.core.errors import BatchError, ValueGivenError
+from trimtab.integrations.trainer_rules import accumulation_arguments
 from trimtab.profiling.sample_batches import first_batch, loader_of
 
 ROWS = TensorDataset(torch.randn(32, 4), torch.randint(0, 3, (32,)))
@@ -87,6 +88,25 @@ def test_a_plan_for_a_loader_times_it_and_counts_accumulated_batches():
         trimtab.plan(model, sgd(model), loss_fn, DataLoader(ROWS, 8), memory="1GiB", budget=trimtab.Budget())
 
 
+@pytest.mark.parametrize(
+    ("planning", "num_batches", "window", "expected"),
+    [
+        ({}, 1, 1, {}),
+        ({}, 1, 4, {"accumulate": 4}),
+        ({}, 4, 4, {"reference": trimtab.Reference(accumulate=4, declared=False)}),
+        ({"reference": trimtab.Reference(accumulate=2)}, 1, 4, {"reference": trimtab.Reference(accumulate=2)}),
+    ],
+)
+def test_a_trainers_batches_of_a_step_are_counted_once(planning, num_batches, window, expected):
+    assert accumulation_arguments(planning, num_batches, window) == expected
+
+
+def test_limits_of_a_step_are_divided_among_its_batches():
+    budget = trimtab.Budget("1GiB", time=0.4, energy=8.0)
+    assert budget.of_batch(4) == trimtab.Budget("1GiB", time=0.1, energy=2.0)
+    assert budget.of_batch(1) is budget
+
+
 def test_accumulated_batches_are_as_many_steps_of_the_planned_batch(monkeypatch):
     from trimtab import api
 
@@ -102,6 +122,6 @@ def test_accumulated_batches_are_as_many_steps_of_the_planned_batch(monkeypatch)
     monkeypatch.setattr(api, "profile", profile)
     model = nn.Linear(4, 3)
     with pytest.raises(Stopped):
-        trimtab.plan(model, sgd(model), loss_fn, DataLoader(ROWS, 8), total_steps=10, accumulate=4)
-    assert (asked["total_steps"], asked["adapts_batch_size"]) == (40, True)
+        trimtab.plan(model, sgd(model), loss_fn, DataLoader(ROWS, 8), time=0.4, total_steps=10, accumulate=4)
+    assert (asked["total_steps"], asked["adapts_batch_size"], asked["budget"].time) == (40, True, 0.1)
     assert isinstance(asked["data"], DataLoader)

@@ -1,4 +1,4 @@
-"""Interface of the recipes: a training loop that is advanced step by step, for interleaved paired runs."""
+"""Interface of the recipes: a training loop with a step method, for interleaved paired runs."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class SteppedLoop(Protocol):
         ...
 
     def close(self) -> None:
-        """Restore global state that the loop changed, such as TF32 modes."""
+        """Restore global state changed by the loop, such as TF32 modes."""
         ...
 
 
@@ -48,14 +48,14 @@ def autocast(precision: str, device: torch.device) -> torch.autocast:
 
 
 def hold_tf32(precision: str) -> Callable[[], None]:
-    """Enable TF32 for CUDA matmuls and convolutions if `precision` is "tf32". Returns a function that undoes it."""
+    """Enable TF32 for CUDA matmuls and convolutions if `precision` is "tf32". Returns a function to undo the change."""
     return process_state.hold_tf32() if precision == "tf32" else lambda: None
 
 
 def hold_strict_fp32() -> Callable[[], None]:
-    """Disable TF32 and other reduced-precision fp32 modes everywhere. Returns a function that restores the modes.
+    """Disable TF32 and all reduced-precision fp32 modes everywhere. Returns a function to restore the modes.
 
-    Writes only modes that differ from "ieee", because a written mode no longer inherits.
+    Writes only modes different from "ieee", because a written mode no longer inherits.
     """
     before = [(place, place.fp32_precision) for place in process_state.fp32_places()]
     changed = [(place, mode) for place, mode in before if mode != "ieee"]

@@ -85,7 +85,8 @@ def nonfinite_in(loop: SteppedLoop) -> str:
     return "" if name is None else f"parameter {name} contains NaN or infinity"
 
 
-def _settling(plan: Plan) -> int:
+def settling_steps_of(plan: Plan) -> int:
+    """Return `settling_steps` of a loop with a plan."""
     return steps_to_launch(plan.compiled.value) or (WINDOWS if plan.compiled.value else 1)
 
 
@@ -100,7 +101,7 @@ class PlanLoop:
     def __init__(self, task: Task, device: torch.device, plan: Plan, total_samples: int | None = None) -> None:
         self._task = task
         self.precision = plan.precision.value
-        self.hides_memory, self.settling_steps = plan.engine.value == "deepspeed", _settling(plan)
+        self.hides_memory, self.settling_steps = plan.engine.value == "deepspeed", settling_steps_of(plan)
         self.model = task.make_model().to(device).train()
         self.optimizer = task.make_optimizer(self.model)
         self._run = start(self.model, self.optimizer, plan, total_samples=total_samples or task.budget_samples)
@@ -127,7 +128,7 @@ class TunedRecipePlanLoop(StrongLoop):
     def __init__(self, task: Task, device: torch.device, plan: Plan) -> None:
         super().__init__(task, device)
         self._run = start(self.model, self.optimizer, plan)
-        self.precision, self.settling_steps = plan.precision.value, _settling(plan)
+        self.precision, self.settling_steps = plan.precision.value, settling_steps_of(plan)
 
     def update(self, batch: Any) -> None:
         """Take an optimizer step."""
