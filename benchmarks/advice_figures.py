@@ -8,16 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.docs_figures import SAVED, cheapest, optimal
-from benchmarks.evaluation_figures import folders, machine_of, recorded, size_of
 from benchmarks.figure_words import difference, ratio, speed
 from benchmarks.paper.arithmetic import checks
 from benchmarks.paper.claims import LEAST, MOST
-from benchmarks.paper.evaluation_slices import slices
-from benchmarks.paper.goals import PREDICTED
-from benchmarks.paper.judge import GOAL_WORDS, PASS, compare
-from benchmarks.paper.results import read_evaluation
+from benchmarks.paper.evaluation_record import records
+from benchmarks.paper.judge import GOAL_WORDS, NO_VERDICT, PASS, within
 from benchmarks.records import Record, evaluated, every, is_evaluated, newest
-from trimtab.experiments.comparison.comparison_result import NO_VERDICT
 
 Row = dict[str, Any]
 CLOSE = 0.12  # relative error of predicted seconds
@@ -167,7 +163,7 @@ def _aims(root: Path, cifar: Record, gpt: Record, digits: Record) -> Iterator[st
 
 def _aim(says: str, row: Row, found: Record, least: float, more: str = "", *, may_be_met: bool = True) -> str:
     """Return the line of a goal on the minimum of a ratio."""
-    status = compare(LEAST, least, row["low"], row["high"])
+    status = within(LEAST, least, row["low"], row["high"])
     if status == PASS and not may_be_met:
         status = NO_VERDICT
     return f"| {says} | {GOAL_WORDS[status]} | {ratio(row)}, n={row['n']}{more} | {found.link} |"
@@ -195,34 +191,27 @@ def _hardest(found: Record) -> tuple[Row, str]:
 
 def _goals(root: Path) -> Iterator[str]:
     """Yield a line per goal and machine. Omits machines without a result if another machine has one."""
-    each = [(folder, row) for folder in folders(root) for row in _goals_of(folder)]
-    known = {(row["size"], row["says"]) for _, row in each if row["figure"]}
-    for folder, row in each:
-        if row["figure"] or (row["size"], row["says"]) not in known:
-            said = f"{_place(folder, row)}{row['says']}"
-            yield f"| {said} | {row['status']} | {row['figure']} | {_run(root, folder, row['run'])} |"
+    each = [(name, found["environment"], row) for name, found in records(root).items() for row in found["goals"]]
+    known = {row["says"] for _, _, row in each if row.get("figure")}
+    for name, facts, row in each:
+        if row.get("figure") or row["says"] not in known:
+            said = f"{_place(facts, row)}{row['says']}"
+            yield f"| {said} | {row['status']} | {row.get('figure', '')} | {_run(root, name, row['run'])} |"
 
 
-def _goals_of(folder: Path) -> Iterator[Row]:
-    size = size_of(folder)
-    found = slices(size)
-    rows = recorded(size, found, folder, read_evaluation(found, folder))["rows"]
-    return (row for row in rows if row["metric"] == "goal")
-
-
-def _place(folder: Path, row: Row) -> str:
+def _place(facts: Row, row: Row) -> str:
     """Return the kind of machine as text; empty for predictions, which concern another device."""
-    facts = machine_of(folder)
     if "gpu" in facts:
         return f"on an {facts['gpu']}, "
-    return "" if row["measure"] == PREDICTED else "with bf16, " if "bf16" in facts["cpu"] else "without bf16, "
+    is_predicted = row["run"].startswith("prediction")
+    return "" if is_predicted else "with bf16, " if "bf16" in facts["cpu"] else "without bf16, "
 
 
-def _run(root: Path, folder: Path, name: str) -> str:
+def _run(root: Path, evaluation: str, name: str) -> str:
     """Return the link to a run of an evaluation, or to the evaluation."""
-    if is_evaluated(root, name, folder.name):
-        return evaluated(root, name, folder.name).link
-    return f"[{folder.name}, {name}](RESULTS.md#{folder.name})"
+    if is_evaluated(root, name, evaluation):
+        return evaluated(root, name, evaluation).link
+    return f"[{evaluation}, {name}](RESULTS.md#{evaluation})"
 
 
 def _of_ranks(found: Record) -> Iterator[str]:
@@ -241,7 +230,7 @@ def _of_checkpoints(found: Record) -> Iterator[str]:
     )
     for says, metric, way, most in aims:
         row = found.one(metric, way=way)
-        status = compare(MOST, most, row["low"], row["high"])
+        status = within(MOST, most, row["low"], row["high"])
         yield f"| {says} | {GOAL_WORDS[status]} | {ratio(row)}, n={row['n']} | {found.link} |"
 
 

@@ -41,6 +41,13 @@ def difference(row: Row) -> str:
     return f"{row['mean']:+.2f}{inside}"
 
 
+def bound_in_words(at_least: float | None, at_most: float | None) -> str:
+    """Return a bound on a speed-up as text, or "" without a bound."""
+    if at_least is not None:
+        return f"at least {at_least:.2f}x the speed"
+    return "" if at_most is None else f"at most {at_most:.2f}x the speed"
+
+
 def _raw(row: Row, form: str = "{:.2f}x", turned: Callable[[float], float] = float) -> str:
     """Return the single pairs if there are too few for a verdict (math.md, section 8), otherwise an empty string."""
     if row["low"] is None or row["n"] >= FEW or "pairs" not in row:

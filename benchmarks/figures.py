@@ -20,13 +20,11 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from benchmarks import advice_figures, docs_figures, evaluation_figures, results_page, technique_figures
+from benchmarks import advice_figures, docs_figures, results_page, technique_figures
 from benchmarks.comparison_figures import comparison
 from benchmarks.figure_words import ratio
 from benchmarks.frontier_figures import drawings
-from benchmarks.paper import evaluation_archive, evaluation_record
-from benchmarks.paper.evaluation_slices import slices
-from benchmarks.paper.results import read_evaluation
+from benchmarks.paper import evaluation_record
 from benchmarks.phases_figures import phases
 from benchmarks.scaling_figures import scaling
 from trimtab.adaptive_batch.step_time_model import StepTimes, relative_time
@@ -58,17 +56,7 @@ def main() -> None:
         print(f"{path.relative_to(ROOT)}: {'out of date' if check else 'rebuilt'}", file=sys.stderr)
         if not check:
             path.write_text(text, encoding="utf-8")
-    unpacked = [path for path in evaluation_archive.unpack_all(ROOT) if not _packed(path, check=check)]
-    for folder in unpacked:
-        archive = evaluation_archive.archive_of(ROOT, folder.name)
-        print(f"{archive.relative_to(ROOT)}: {'out of date' if check else 'rebuilt'}", file=sys.stderr)
-    sys.exit(1 if check and (stale or unpacked) else 0)
-
-
-def _packed(folder: Path, *, check: bool) -> bool:
-    """Return True if the archive of a folder is up to date; otherwise write it, unless only checking."""
-    archive = evaluation_archive.archive_of(ROOT, folder.name)
-    return evaluation_archive.is_packed(folder, archive) if check else not evaluation_archive.pack(folder, archive)
+    sys.exit(1 if check and stale else 0)
 
 
 def _or_unmeasured(lines: Iterable[str], name: str) -> list[str]:
@@ -82,10 +70,7 @@ def _written(path: Path) -> str:
 
 
 def pages(root: Path) -> dict[Path, str]:
-    """Return the expected text of README.md, of the pages in docs and of generated files, by path.
-
-    Pages of evaluations are in their unpacked folders.
-    """
+    """Return the expected text of README.md, of the pages in docs and of generated files, by path."""
     results = _records(root)
     comparisons = [found for found in results if found["name"] == "compare"]
 
@@ -95,7 +80,7 @@ def pages(root: Path) -> dict[Path, str]:
     def files(*parts: str) -> Iterator[str]:
         return _sections([found for found in results if found["file"].startswith(parts)])
 
-    drawn, (generated, evaluations) = drawings(root), _evaluations(root)
+    drawn, evaluations = drawings(root), evaluation_record.records(root)
     made: dict[Path, dict[str, Any]] = {
         root / "README.md": {"figures": _claims(comparisons)},
         root / "docs" / "RESULTS.md": {"figures": results_page.page(results, evaluations)},
@@ -112,29 +97,13 @@ def pages(root: Path) -> dict[Path, str]:
     for path, parts in made.items():
         for name, lines in parts.items():
             texts[path] = _between(texts[path], name, "\n".join(lines))
-    return texts | drawn | generated
-
-
-def _evaluations(root: Path) -> tuple[dict[Path, str], dict[str, Row]]:
-    """Return the generated files of evaluations by path, and their compact records by name."""
-    texts, records = {}, {}
-    for folder in evaluation_figures.folders(root):
-        size = evaluation_figures.size_of(folder)
-        found = slices(size)
-        runs = read_evaluation(found, folder)
-        for name, text in evaluation_figures.written(size, found, folder, runs).items():
-            texts[folder / name] = text
-        record = evaluation_record.compact(size, found, folder, runs)
-        path = evaluation_archive.summary_of(evaluation_archive.archive_of(root, folder.name))
-        texts[path] = evaluation_record.text_of(record)
-        records[folder.name] = record
-    return texts, records
+    return texts | drawn
 
 
 def _records(root: Path) -> list[Row]:
     """Return all records except evaluations, with the name of the file."""
-    paths = sorted((root / evaluation_archive.RESULTS).glob("*.json"))
-    names = [path for path in paths if not path.name.startswith(evaluation_archive.PREFIX)]
+    paths = sorted((root / evaluation_record.RESULTS).glob("*.json"))
+    names = [path for path in paths if not path.name.startswith(evaluation_record.PREFIX)]
     return [json.loads(path.read_text(encoding="utf-8")) | {"file": path.name} for path in names]
 
 

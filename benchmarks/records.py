@@ -9,12 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.paper.evaluation_archive import unpack_all, unpacked
-from trimtab.experiments.ablation.ablation_rows import ablation_object
-from trimtab.experiments.comparison.comparison_result import Comparison
-from trimtab.experiments.comparison.comparison_rows import benchmark_object
-from trimtab.experiments.results import read_result
-from trimtab.plans.plan import Plan
+from benchmarks.paper.evaluation_record import record_of, records, rows_of
 
 Row = dict[str, Any]
 EVALUATION = "evaluation-epyc-avx2-2core"
@@ -92,27 +87,24 @@ def every(root: Path, name: str) -> list[Record]:
 
 
 def evaluated(root: Path, name: str, evaluation: str = EVALUATION) -> Record:
-    """Return a comparison or an ablation of an evaluation."""
-    folder = unpacked(root, evaluation)
-    found = read_result(folder / name / "report.json")
-    made = benchmark_object(found) if isinstance(found, Comparison) else ablation_object(found)
-    machine = _machine(json.loads((folder / "machine.json").read_text(encoding="utf-8")))
-    return Record(f"{evaluation}, {name}", evaluation, machine, tuple(made["rows"]))
+    """Return a run of an evaluation."""
+    found = json.loads(record_of(root, evaluation).read_text(encoding="utf-8"))
+    run = next(run for run in found["runs"] if run["name"] == name)
+    return Record(f"{evaluation}, {name}", evaluation, _machine(found["environment"]), tuple(map(_whole, rows_of(run))))
+
+
+def _whole(row: Row) -> Row:
+    """Return a row of an evaluation with the keys that are left out if they are false or empty."""
+    defaults = {"low": None, "high": None, "charged": False, "censored": "bound" in row, "verdict": ""}
+    counted = {"reached": 0, "reached_against": 0} if row["metric"] == "time_to_target_ratio" else {}
+    return defaults | counted | row
 
 
 def is_evaluated(root: Path, name: str, evaluation: str = EVALUATION) -> bool:
-    """Return True if a run of an evaluation has a report."""
-    return (unpacked(root, evaluation) / name / "report.json").is_file()
-
-
-def plan_of(root: Path, name: str, plan_kind: str) -> Plan:
-    """Return a plan of a kind from a comparison of the evaluation.
-
-    Raises:
-        KeyError: The comparison has no plan of the kind.
-    """
-    found = read_result(unpacked(root, EVALUATION) / name / "report.json")
-    return (found.plans if isinstance(found, Comparison) else {})[plan_kind]
+    """Return True if an evaluation has a run."""
+    path = record_of(root, evaluation)
+    found = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {"runs": []}
+    return any(run["name"] == name for run in found["runs"])
 
 
 def _read(path: Path) -> Record:
@@ -123,9 +115,8 @@ def _read(path: Path) -> Record:
 
 def timed_on_gpus(root: Path) -> list[Record]:
     """Return the timed comparisons of plans with the baseline on GPUs."""
-    folders = [path.name for path in unpack_all(root)]
-    names = [(folder, name) for folder in folders for name in ("gpt2-timed", "resnet-timed")]
-    return [evaluated(root, name, folder) for folder, name in names if is_evaluated(root, name, folder)]
+    names = [(evaluation, name) for evaluation in records(root) for name in ("gpt2-timed", "resnet-timed")]
+    return [evaluated(root, name, evaluation) for evaluation, name in names if is_evaluated(root, name, evaluation)]
 
 
 def _machine(environment: Mapping[str, str]) -> str:

@@ -1,7 +1,7 @@
 """Tables of docs/RESULTS.md: a row per record in `benchmarks/results`, and a section per evaluation.
 
 A row has the main figures of a record with their intervals. The whole tables of a record are printed by
-`python -m benchmarks.figures --record NAME`; those of an evaluation are in its archive.
+`python -m benchmarks.figures --record NAME`; those of an evaluation are in its record.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from benchmarks.docs_figures import SAVED, by_model, cheapest, optimal
 from benchmarks.figure_words import difference, ratio, speed
-from benchmarks.paper.evaluation_archive import RESULTS, SUFFIX
+from benchmarks.paper.evaluation_record import RESULTS
 from benchmarks.paper.judge import NOT_MEASURED
 from benchmarks.records import SECTIONS, section_of
 from trimtab.planner.statistics import MIN_PAIRS_FOR_VERDICT as FEW
@@ -150,13 +150,13 @@ def _to_target(rows: Sequence[Row]) -> str:
 
 
 def _evaluation(name: str, found: Row) -> Iterator[str]:
-    facts, archive, file = found["environment"], f"{name}{SUFFIX}", f"{name}.json"
+    facts, file = found["environment"], f"{name}.json"
     done, left = (len(found["slices"][state]) for state in ("done", "to do"))
     machine = ", ".join(facts[key] for key in ("cpu", "gpu") if key in facts)
     yield f"## {name}"
     yield ""
     yield f"{machine}, {facts['cpu_cores']} cores; {done} of {done + left} slices."
-    yield f"Figures: [{file}](../{RESULTS}/{file}). Records and reports: [{archive}](../{RESULTS}/{archive})."
+    yield f"Figures: [{file}](../{RESULTS}/{file})."
     yield ""
     yield from _goals(found["goals"])
     yield from _paper(found)

@@ -8,9 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.figure_words import difference, ratio, speed
-from benchmarks.records import Record, evaluated, every, is_evaluated, newest, plan_of, timed_on_gpus
-from trimtab.core.choice import Choice
-from trimtab.planner.tuned_plan import tried_settings
+from benchmarks.records import Record, evaluated, every, is_evaluated, newest, timed_on_gpus
 
 Row = dict[str, Any]
 PLAIN_RATE = 1e-4  # learning rate of the tasks' baselines
@@ -72,10 +70,10 @@ def _races(races: Iterable[Record]) -> Iterator[str]:
     yield "|---|---|---|---|---|---|---|"
     for found in races:
         arms = {"arm": "equivalent_plan", "against": "reference"}
-        gained, held = (found.one(metric, **arms) for metric in ("throughput_ratio", "peak_memory_ratio"))
+        gained, held = found.one("throughput_ratio", **arms), found.of("peak_memory_ratio", **arms)
         ends = found.of("final_metric_difference", **arms)
         ended = f"{difference(ends[0])} | {ends[0]['n']}" if ends else "not trained to the end | "
-        figures = f"{ratio(gained)} | {gained['n']} | {ratio(held)} | {ended}"
+        figures = f"{ratio(gained)} | {gained['n']} | {ratio(held[0]) if held else 'not valid'} | {ended}"
         yield f"| {found.link} | {_changed(found, 'equivalent_plan')} | {figures} |"
 
 
@@ -214,7 +212,6 @@ def _regularised(root: Path) -> Iterator[str]:
     yield f"{found.link}, {found.machine}."
 
 
-_RACED = {"dropout": "no dropout", "schedule": "linear decay", "optimizer": "Muon"}
 _OPTIONS = ("digits-options", "text-options", "wikitext-dropout", "wikitext-muon")
 
 
@@ -223,14 +220,6 @@ def _raced(root: Path) -> Iterator[str]:
     yield "| record | alternative | verdict | result of the short paired trainings |"
     yield "|---|---|---|---|"
     for name in filter(functools.partial(is_evaluated, root), _OPTIONS):
-        plan = plan_of(root, name, "tuned")
-        for setting in (each for each in _RACED if each in tried_settings(plan)):
-            choice: Choice = getattr(plan, setting)
-            reason = choice.reason if _has_won(choice) else choice.rejected[-1].reason
-            stands = "kept" if _has_won(choice) else "refused"
-            yield f"| {evaluated(root, name).link} | {_RACED[setting]} | {stands} | {reason} |"
-
-
-def _has_won(choice: Choice) -> bool:
-    """Return True if the plan uses the rival of a short training: no dropout, Muon, or linear decay."""
-    return choice.value in (0.0, "muon", "warmup_linear")
+        found = evaluated(root, name)
+        for row in found.of("raced_setting"):
+            yield f"| {found.link} | {row['alternative']} | {row['status']} | {row['reason']} |"

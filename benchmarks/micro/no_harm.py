@@ -12,48 +12,50 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-import torch
-
 from benchmarks import command
 from benchmarks.micro.overhead import Step, alternate
 from benchmarks.paper.tasks import load_task
-from trimtab.experiments.baselines.strong import StrongLoop
-from trimtab.experiments.paired_runs.plan_loops import TunedRecipePlanLoop
-from trimtab.experiments.task_plans import make_plans
+from trimtab.experiments import loop_setup, loops
+from trimtab.experiments.task_loops import TaskLoops
 from trimtab.plans.plan import Plan
 from trimtab.tasks.task import Task
 
 # (task, pairs, pairs with --quick)
 CASES = {"digits_resnet": (1200, 60), "cifar10_resnet": (240, 6), "source_gpt": (150, 6), "wikitext2_gpt": (90, 6)}
-CPU = torch.device("cpu")
 
 
-def recipes_step(task: Task) -> Step:
-    """Return the step of the hand-tuned recipe."""
-    torch.manual_seed(0)
-    loop = StrongLoop(task, CPU)
-    return lambda batch: _one(loop, batch)
+class _Handed(Iterator[Any]):
+    """The batches of a loop, handed over one by one."""
+
+    def __init__(self) -> None:
+        self.batch: Any = None
+
+    def __next__(self) -> Any:
+        return self.batch
 
 
-def plans_step(task: Task, plan: Plan) -> Step:
-    """Return the step of the recipe under the plan."""
-    torch.manual_seed(0)
-    loop = TunedRecipePlanLoop(task, CPU, plan)
-    return lambda batch: _one(loop, batch)
+def step_of(own: TaskLoops, plan: Plan | None) -> Step:
+    """Return the step of the hand-tuned recipe, alone or with the plan."""
+    loop, batches = loop_setup.build(own.recipe("strong"), 0), _Handed()
+    steps = loops.plain_steps(loop, batches) if plan is None else loops.planned_steps(loop, batches, plan)
 
+    def step(batch: Any) -> None:
+        batches.batch = batch
+        next(steps)
 
-def _one(loop: StrongLoop, batch: Any) -> None:
-    loop.step(iter([batch]))
+    return step
 
 
 def row_of(name: str, pairs: int) -> dict[str, Any]:
     """Plan a task's hand-tuned recipe, run both and return the row."""
-    task = load_task(name)
-    data = task.load_data()
-    plan = make_plans(task, data, CPU, adapt=(), strong=True, progress=lambda text: None).plans["strong"]
+    task: Task = load_task(name)
+    own = TaskLoops(task)
+    loop = loop_setup.build(own.recipe("strong"), loop_setup.PLANNING_SEED)
+    assert loop.reference is not None
+    plan = loop_setup.plan_of(loop, loop.reference, total_steps=task.planned_steps)
     print(f"{name}: changes {plan.changes_in_words or 'nothing'}; {pairs} rounds", file=sys.stderr, flush=True)
-    batches: Iterator[Any] = data.batches(0, task.batch_size)
-    made = functools.partial(recipes_step, task), functools.partial(plans_step, task, plan)
+    batches: Iterator[Any] = own.data.batches(0, task.batch_size)
+    made = functools.partial(step_of, own, None), functools.partial(step_of, own, plan)
     ours, control = alternate(*made, batches, pairs)
     row = {"metric": "do_no_harm_ratio", "task": name, "changes": plan.changes_in_words or "nothing"}
     row |= {"planning_s": plan.planning_s, "mean": 1 / ours.mean, "low": 1 / ours.high, "high": 1 / ours.low}

@@ -2,7 +2,7 @@
 
 `python -m benchmarks.micro.scaling [--quick] [--json] [--parts efficiency courses] [--links local slow]` prints
 
-- `scaling_efficiency`: the rows of `trimtab scale --adapt batch` on one rank and two, weak scaling;
+- `scaling_efficiency`: the rows of `trimtab scale` on one rank and two, weak scaling;
 - `samples_to_target`: median samples of training to a validation loss with each recipe, and the seconds that they take
   at the measured speed, with the efficiency of the same recipe;
 - `weight_difference`: largest weight difference between each backend on 2 and 4 ranks and a single process after 20
@@ -39,20 +39,25 @@ from benchmarks import command
 from benchmarks.micro.regret_cases import held_out_loss
 from benchmarks.micro.scaling_tasks import BY_NAME, GPT
 from trimtab.api import FREED, default_rule
-from trimtab.core.parallelism import Parallelism
+from trimtab.core.parallelism import Parallelism, StepShape
 from trimtab.core.progress import silent
 from trimtab.core.serialization import from_json, to_json
 from trimtab.distributed.bandwidth_test import calibrate
-from trimtab.distributed.plan_on_ranks import BroadcastPlan
-from trimtab.distributed.process_group import from_first, job_position
-from trimtab.experiments.baselines.reference import ReferenceLoop
-from trimtab.experiments.baselines.replica import ReplicaLoop
-from trimtab.experiments.paired_runs.plan_loops import PlanLoop
-from trimtab.experiments.scaling.scaling_job import Bench, JobSettings, plan_maker, plan_of_job
-from trimtab.experiments.task_ranks import rehearsal_of
+from trimtab.distributed.dry_run import DryRuns
+from trimtab.distributed.process_group import from_first, job_position, total
+from trimtab.experiments import loop_setup, loops
+from trimtab.experiments.comparison import PLANNED
+from trimtab.experiments.loops import DataStream, StepResult
+from trimtab.experiments.scale import ScaleOptions, run_job
+from trimtab.experiments.scaling import ALONE
+from trimtab.experiments.subject import RunOptions, Subject
+from trimtab.experiments.task_loops import TaskLoops
+from trimtab.experiments.task_plans import loop_of, plan_task, profile_task
+from trimtab.experiments.task_ranks import job_ranks
 from trimtab.planner.communication_cost import window_s
 from trimtab.planner.rank_profile import WAYS
 from trimtab.plans.plan import Plan
+from trimtab.profiling.communication_profile import step_shape
 from trimtab.tasks.task import Task
 
 Row = dict[str, Any]
@@ -112,7 +117,7 @@ def efficiencies(task: str, link: str, mbit: int, rounds: int, folder: Path) -> 
     """Run `trimtab scale` and return its rows."""
     name = {"resnet_small": "RESNET", "resnet_wide": "WIDE", "gpt_small": "GPT"}[task]
     asked = ["scale", f"benchmarks.micro.scaling_tasks:{name}", "--ranks", "1,2"]
-    asked += ["--rounds", str(rounds), "--scaling", "weak", "--adapt", "batch", "--out", str(folder), "--json"]
+    asked += ["--rounds", str(rounds), "--scaling", "weak", "--out", str(folder), "--json"]
     rows = json.loads(output_of(link, mbit, ["-m", "trimtab.cli", *asked]))["rows"]
     return [row | {"link": link} | ({"mbit": mbit} if link == "slow" else {}) for row in rows]
 
@@ -123,6 +128,7 @@ def courses(task: str, link: str, mbit: int, seeds: int, folder: Path, timed: li
     for ranks in (1, 2):
         runs = [job_rows(link, mbit, ranks, "courses", folder, task, seed) for seed in range(seeds)]
         for recipe, *found in zip(RECIPES, *runs, strict=True):
+            # A plan with an adaptive batch size is not timed apart, so its seconds are unknown.
             row = next((row for row in timed if (row["recipe"], row["ranks"]) == (recipe, ranks)), None)
             if row is None or "refused" in row:
                 continue
@@ -200,25 +206,26 @@ def _trained(plan: Plan, dtype: torch.dtype) -> list[torch.Tensor]:
 
 def windows(folder: str) -> list[Row]:
     """Return predicted and measured seconds and bytes of windows per stage, with one and several micro-batches."""
-    ranks, data = dist.get_world_size(), GPT.load_data()
-    made = from_json(BroadcastPlan, from_first(lambda: to_json(plan_maker(GPT, data, CPU, Path(folder))())))
-    calibration = calibrate(CPU)
-    assert made.shape is not None
+    ranks, calibration = dist.get_world_size(), calibrate(CPU)
+    shape = from_json(StepShape, from_first(lambda: to_json(_shape())))
     rows = []
     for (stage, once), k in itertools.product(WAYS, (1, SEVERAL)):
         if k == 1 and not once:
             continue
         how = Parallelism(ranks, stage, reduces_once=once)
-        told = window_s(how, calibration.link, made.shape, k, overlap_share=calibration.overlap_share)
+        told = window_s(how, calibration.link, shape, k, overlap_share=calibration.overlap_share)
         shared = {"reduces_once": once} if stage > 1 else {}
         share = replace(GPT, batch_size=k * GPT.batch_size)
         plan = Plan.fixed(share.batch_size, GPT.batch_size, num_ranks=ranks, zero_stage=stage, **shared)
-        ran = rehearsal_of(share, CPU, silent).of(plan, counts_memory=True)
-        whole = replace(share, batch_size=ranks * share.batch_size)
-        arms = Bench(whole, data, CPU, "weak", 0, JobSettings(("weak",)), silent).arms(plan)
-        (ours,) = (arm for arm in arms if arm.recipe == "plan")
-        assert ours.alone is not None
-        taken = ours.window_samples / ours.together.samples_per_s
+        ran = DryRuns(partial(loop_of, share, "cpu")).of(plan, counts_memory=True)
+        with job_ranks() as together:
+            subject = Subject.of(share, share.name, RunOptions(together=together))
+            job = run_job(subject, 0, Path(folder), ScaleOptions(modes=("weak",), plan=plan), silent, together)
+        samples = share.batch_size * ranks
+        ours, alone = (job.samples_per_s(arm, "weak") for arm in (PLANNED, f"{PLANNED}{ALONE}"))
+        assert ours is not None
+        assert alone is not None
+        taken = samples / ours
         rows.append(
             {
                 "metric": "window_prediction",
@@ -230,13 +237,13 @@ def windows(folder: str) -> list[Row]:
                 "predicted_s": told.total_s,
                 "predicted_waiting_s": told.exposed_s,
                 "measured_s": taken,
-                "measured_waiting_s": taken - ours.window_samples / ours.alone.samples_per_s,
+                "measured_waiting_s": taken - samples / alone,
                 "error": told.total_s / taken - 1,
                 "rehearsed_s": ran.window_s,
                 "rehearsal_error": ran.window_s / taken - 1,
                 "rehearsed_bytes": ran.peak_bytes,
                 "rehearsed_largest_bytes": max(ran.peaks),
-                "measured_bytes": ours.peak_bytes,
+                "measured_bytes": job.peak_bytes(PLANNED, "weak"),
                 "rehearsal_s": ran.took_s,
                 "link_bytes_per_s": calibration.link.bytes_per_s,
                 "link_latency_s": calibration.link.latency_s,
@@ -246,40 +253,46 @@ def windows(folder: str) -> list[Row]:
     return rows
 
 
+def _shape() -> StepShape:
+    """Return times and sizes of a step in one process."""
+    profile = profile_task(GPT)
+    with torch.device("meta"):
+        model = GPT.make_model()
+    return step_shape(model, profile, Plan.fixed(GPT.batch_size))
+
+
 RECIPES = ("baseline", "plan", "plan_batch")
 
 
 def courses_of_rank(folder: str, name: str, seed: str) -> list[Row]:
     """Train with each recipe until the validation loss reaches the target, and return samples and mean batch size."""
     task, ranks = BY_NAME[name], job_position().num_ranks
-    plan = plan_of_job(task, task.load_data(), CPU, Path(folder)).plan
-    assert plan is not None
-    makes: dict[str, Callable[..., Any]] = {
-        "baseline": ReplicaLoop if ranks > 1 else ReferenceLoop,
-        "plan": partial(PlanLoop, plan=plan),
-        "plan_batch": partial(PlanLoop, plan=plan.freed(default_rule(plan), FREED)),
-    }
     whole = replace(task, batch_size=task.batch_size * ranks)
-    return [_samples(whole, makes[recipe], int(seed), TARGETS[name]) for recipe in RECIPES]
+    plan = plan_task(whole)
+    plans = {"baseline": None, "plan": plan, "plan_batch": plan.freed(default_rule(plan), FREED)}
+    return [_samples(whole, plans[recipe], int(seed), TARGETS[name]) for recipe in RECIPES]
 
 
-def _samples(whole: Task, make: Callable[..., Any], seed: int, target: float) -> Row:
+def _samples(whole: Task, plan: Plan | None, seed: int, target: float) -> Row:
     """Return samples to a validation loss, and the mean batch size.
 
     The loss is reached at the first of two consecutive evaluations that meet it, interpolated from the previous one.
     """
-    torch.manual_seed(seed)
-    data, loop = whole.load_data(), make(whole, CPU)
-    batches = iter(trimtab.shard(data.batches(seed, whole.batch_size)))
+    own = TaskLoops(whole)
+    loop = loop_setup.build(own.setup, seed, whole.name)
+    stream = DataStream(loop.loader, seed)
+    steps: Iterator[StepResult] = (
+        loops.plain_steps(loop, stream) if plan is None else loops.planned_steps(loop, stream, plan)
+    )
     rows, count, points, met = 0, 0, list[tuple[int, float]](), None
     while rows < MOST and met is None:
         due = (rows // EVERY + 1) * EVERY
         while rows < due:
-            rows, count = rows + int(loop.step(batches)), count + 1
+            rows, count = rows + int(total(float(next(steps).samples))), count + 1
         # Batch statistics differ between ranks, so rank 0's loss decides.
-        points.append((rows, float(from_first(lambda: repr(held_out_loss(whole, loop.model, data))))))
+        points.append((rows, float(from_first(lambda: repr(held_out_loss(whole, loop.model, own.data))))))
         met = _met(points[-3:], target)
-    loop.close()
+    steps.close()  # type: ignore[attr-defined]  # A generator.
     return {"samples_to_target": met, "effective_batch": rows / count}
 
 
@@ -294,7 +307,7 @@ def _met(last: list[tuple[int, float]], target: float) -> float | None:
 JOBS: dict[str, Callable[..., list[Row]]] = {"weights": weights, "windows": windows, "courses": courses_of_rank}
 
 
-def run_job(out: str, job: str, *arguments: str) -> None:
+def run_on_rank(out: str, job: str, *arguments: str) -> None:
     """Run a job on this rank. Rank 0 writes the rows."""
     torch.set_num_threads(1)
     with trimtab.process_group() as here:
@@ -351,4 +364,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    run_job(*sys.argv[1:]) if "RANK" in os.environ else main()
+    run_on_rank(*sys.argv[1:]) if "RANK" in os.environ else main()

@@ -13,63 +13,71 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
 import trimtab
 from benchmarks.micro import scaling_tasks
+from trimtab.distributed.ddp import BUFFERS
 from trimtab.distributed.host_gather import RankExchange
 from trimtab.distributed.process_group import max_over_ranks, total
-from trimtab.experiments.baselines.replica import ReplicaLoop
-from trimtab.experiments.paired_runs.plan_loops import PlanLoop
+from trimtab.experiments import loop_setup, loops
+from trimtab.experiments.loops import Loop, StepResult
+from trimtab.experiments.task_loops import TaskLoops
 from trimtab.plans.plan import Plan
 from trimtab.tasks.task import Task
 
-CPU = torch.device("cpu")
 WARM = 10  # warm-up windows of each arm
 
 
-def _plan(task: Task, dtype: str, *, by_gloo: bool = False) -> Callable[[], Any]:
-    ranks = dist.get_world_size()
-    plan = Plan.fixed(task.batch_size // ranks, num_ranks=ranks, zero_stage=0, reduce_dtype=dtype)
+MakeSteps = Callable[[Loop], Iterator[StepResult]]
 
-    def make() -> PlanLoop:
-        loop = PlanLoop(task, CPU, plan)
-        exchange = loop._run._peers._exchange
+
+def _planned(loop: Loop, dtype: str, *, by_gloo: bool = False) -> Iterator[StepResult]:
+    ranks = dist.get_world_size()
+    batches = iter(loop.loader)
+    rows = loop.batching.read(next(iter(loop.loader))).samples
+    plan = Plan.fixed(int(rows or 1), num_ranks=ranks, zero_stage=0, reduce_dtype=dtype)
+    with trimtab.start(loop.model, loop.optimizer, plan) as run:
+        exchange = run._peers._exchange
         if by_gloo and isinstance(exchange, RankExchange):
             exchange._mesh = None
-        return loop
+        for window in run.windows(batches):
+            run.train_step(window, loop.loss_fn)
+            yield StepResult(0, None)
 
-    return make
+
+def _plain(loop: Loop, *, sends_buffers: bool) -> Iterator[StepResult]:
+    wrapped = DistributedDataParallel(loop.model, **{BUFFERS: sends_buffers})
+    return loops.plain_steps(replace(loop, model=wrapped), iter(loop.loader))
 
 
-def _arms(task: Task) -> dict[str, Callable[[], Any]]:
-    """Return a constructor per arm. `control` repeats `no_buffers`."""
-    return {
-        "ddp": lambda: ReplicaLoop(task, CPU),
-        "no_buffers": lambda: ReplicaLoop(task, CPU, sends_buffers=False),
-        "control": lambda: ReplicaLoop(task, CPU, sends_buffers=False),
-        "fp32_gloo": _plan(task, "fp32", by_gloo=True),
-        "fp32": _plan(task, "fp32"),
-        "bf16_gloo": _plan(task, "bf16", by_gloo=True),
-        "bf16": _plan(task, "bf16"),
-    }
+# Steps of each arm. `control` repeats `no_buffers`.
+ARMS: dict[str, MakeSteps] = {
+    "ddp": partial(_plain, sends_buffers=True),
+    "no_buffers": partial(_plain, sends_buffers=False),
+    "control": partial(_plain, sends_buffers=False),
+    "fp32_gloo": partial(_planned, dtype="fp32", by_gloo=True),
+    "fp32": partial(_planned, dtype="fp32"),
+    "bf16_gloo": partial(_planned, dtype="bf16", by_gloo=True),
+    "bf16": partial(_planned, dtype="bf16"),
+}
 
 
 class _Arm:
-    def __init__(self, make: Callable[[], Any], batches: Iterator[Any]) -> None:
-        torch.manual_seed(0)
-        self._loop, self._batches = make(), batches
+    def __init__(self, task: Task, name: str) -> None:
+        self._steps = ARMS[name](loop_setup.build(TaskLoops(task).setup, 0, task.name))
 
     def window_s(self, windows: int) -> float:
         """Return the mean seconds per window over `windows` windows, maximum over ranks."""
         total(0.0)  # synchronises the ranks
         begin = time.perf_counter()
         for _ in range(windows):
-            self._loop.step(self._batches)
+            next(self._steps)
         return max_over_ranks((time.perf_counter() - begin) / windows)
 
 
@@ -77,8 +85,7 @@ def timed(name: str, rounds: int, windows: int, names: list[str]) -> list[dict[s
     """Return the seconds per window of each arm, round by round. Every other round reverses the order of arms."""
     task: Task = getattr(scaling_tasks, name)
     task = replace(task, batch_size=task.batch_size * dist.get_world_size())
-    data, made = task.load_data(), _arms(task)
-    arms = {arm: _Arm(made[arm], iter(trimtab.shard(data.batches(0, task.batch_size)))) for arm in names}
+    arms = {arm: _Arm(task, arm) for arm in names}
     for arm in arms.values():
         arm.window_s(WARM)
     return [{arm: arms[arm].window_s(windows) for arm in names[:: (1, -1)[i % 2]]} for i in range(rounds)]

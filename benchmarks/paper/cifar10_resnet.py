@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 
 from benchmarks.paper.cifar10 import BATCH_SIZE, example, load_cifar10
-from benchmarks.paper.recipes.paper import PaperLoop
+from benchmarks.paper.recipes.paper import paper
 from trimtab.tasks.hand_tuned import FP32_REFERENCE, plain_adamw, strong_resnet
 from trimtab.tasks.image_classification import ACCURACY, mean_cross_entropy
 from trimtab.tasks.models.resnet import ResNet
@@ -37,7 +37,7 @@ task = Task(
     terms="images",
     adapted_samples=5 * EVAL_EVERY_SAMPLES,
     strong=strong_resnet(5 * EVAL_EVERY_SAMPLES),
-    baselines={"paper": PaperLoop},
+    baselines={"paper": paper},
     reference=FP32_REFERENCE,
     example=example,
 )

@@ -10,7 +10,7 @@ import functools
 
 from benchmarks.paper.cifar10 import BATCH_SIZE, example, load_cifar10
 from benchmarks.paper.hand_tuned import strong_resnet50
-from benchmarks.paper.recipes.paper import PaperLoop
+from benchmarks.paper.recipes.paper import paper
 from benchmarks.paper.resnet50 import resnet50
 from trimtab.tasks.hand_tuned import FP32_REFERENCE, plain_adamw
 from trimtab.tasks.image_classification import ACCURACY, mean_cross_entropy
@@ -47,7 +47,7 @@ def make_task(stem: str, name: str) -> Task:
         terms="images",
         adapted_samples=ADAPTED_SAMPLES,
         strong=strong_resnet50(ADAPTED_SAMPLES),
-        baselines={"paper": PaperLoop},
+        baselines={"paper": paper},
         reference=FP32_REFERENCE,
         example=example,
     )

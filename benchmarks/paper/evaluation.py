@@ -5,11 +5,11 @@ outstanding slices in order and prints the status of the goals. `--dry-run` only
 prints the status. `--json` prints the summary as a JSON object.
 
 Results are in `runs/evaluations/evaluation-<machine>/`, with a folder or file per run. After every completed slice
-they are packed into `benchmarks/results/evaluation-<machine>.tar.xz`, which is committed, and from which an evaluation
-resumes in another checkout. `done` contains a file per completed slice, written atomically: command, seconds, machine
-and fingerprint of the sources. Completed slices are not repeated. If the sources or the command have changed, a slice
-is called stale; delete its file and its run to repeat it. Each kind of machine has a separate folder, also for the same
-GPU in another host.
+the rows of all runs are written to `benchmarks/results/evaluation-<machine>.json`, which is committed and from which
+all pages are made. `done` contains a file per completed slice, written atomically: command, seconds, machine and
+fingerprint of the sources. Slices that are done, here or in the committed record, are not repeated. If the sources or
+the command have changed, a slice is called stale; delete its file and its run to repeat it. Each kind of machine has a
+separate folder, also for the same GPU in another host.
 
 A slice over its time limit is ended. If it left new results, the next call resumes it. Otherwise it runs again only
 with a higher `--slice-minutes`. On a GPU, paired runs to a target take the whole limit, so use the same
@@ -36,10 +36,8 @@ from typing import Any
 
 from benchmarks import command
 from benchmarks.command import ROOT
-from benchmarks.evaluation_figures import ran_of, recorded, written
-from benchmarks.paper.evaluation_archive import UNPACKED, archive_of, pack, summary_of, unpack_all
-from benchmarks.paper.evaluation_folder import claim, own_folder, slug
-from benchmarks.paper.evaluation_record import compact, text_of
+from benchmarks.paper.evaluation_folder import claim, machine_of, own_folder, slug
+from benchmarks.paper.evaluation_record import record_of, text_of, updated
 from benchmarks.paper.evaluation_slices import (
     DONE,
     GPU_TASKS,
@@ -53,16 +51,18 @@ from benchmarks.paper.evaluation_slices import (
     Slice,
     slices,
 )
-from benchmarks.paper.results import read_evaluation
 from benchmarks.paper.tasks import argument_of
 from trimtab.core.errors import FormatError, TrimtabError, ValueGivenError
 from trimtab.core.serialization import read_json, to_json, write_whole
 from trimtab.core.validation import integer, number
-from trimtab.experiments.settings_file import NAME as SETTINGS
+from trimtab.experiments.result_table import PEAK
+from trimtab.experiments.results import SETTINGS
+from trimtab.experiments.subject import MeasuredPart
 from trimtab.measure.machine import environment
 from trimtab.tasks import IN_CHECKOUT
 
 HERE = Path(__file__).resolve().parent
+UNPACKED = Path("runs") / "evaluations"
 STALE, CANNOT = "stale", "cannot run here"
 END_S = 10  # for a process to exit after a signal
 RUN, CUT, FAILED = "run", "cut off", "failed"
@@ -89,7 +89,7 @@ class Place:
         has_meter: True if energy can be measured.
         commands: Names of the available `trimtab` commands.
         limit_s: Time limit of a slice in seconds.
-        archive: Archive of the folder, written after every completed slice; None for a folder without an archive.
+        record: Committed record, written after every completed slice; None for a folder without a record.
     """
 
     folder: Path
@@ -98,11 +98,18 @@ class Place:
     has_meter: bool = False
     commands: tuple[str, ...] = ()
     limit_s: float = 60 * MINUTES["cpu"]
-    archive: Path | None = None
+    record: Path | None = None
 
     def ran(self, each: Slice) -> Path:
         """Return the file of a completed slice."""
-        return ran_of(each, self.folder)
+        return self.folder / "done" / f"{each.name}.json"
+
+    @property
+    def recorded(self) -> dict[str, Any]:
+        """The committed record; {} without one."""
+        if self.record is None or not self.record.is_file():
+            return {}
+        return dict(json.loads(self.record.read_text(encoding="utf-8")))
 
     def was_cut(self, each: Slice) -> Path:
         """Return the file of a slice that exceeded its limit without new results."""
@@ -140,6 +147,11 @@ class Place:
     def state(self, each: Slice) -> tuple[str, str]:
         """Return the state of a slice and the reason."""
         path = self.ran(each)
+        done = {row["slice"]: row for row in self.recorded.get("slices", {}).get("done", ())}
+        if not path.is_file() and each.name in done:
+            sources = done[each.name]["sources"]
+            is_same = sources == self.environment.get("sources")
+            return (DONE if is_same else STALE, f"in the record, measured with sources {sources}")
         if not path.is_file():
             missing, cut = self.missing(each), self._cut_at(each)
             if cut and not missing:
@@ -210,8 +222,8 @@ def here(size: str, folder: Path | None = None, limit_s: float = 60 * MINUTES["c
     """Return the execution environment of this machine.
 
     Args:
-        size: "cpu", "gpu" or "tiny". Results of "tiny" are in `runs` and are not archived.
-        folder: Folder of results, which is not archived; None for the folder named for this machine.
+        size: "cpu", "gpu" or "tiny". Results of "tiny" are in `runs` and are not recorded.
+        folder: Folder of results, which is not recorded; None for the folder named for this machine.
         limit_s: Time limit of a slice in seconds.
         writes: True to create a missing folder.
 
@@ -227,19 +239,17 @@ def here(size: str, folder: Path | None = None, limit_s: float = 60 * MINUTES["c
     found, gpus = environment(), torch.cuda.device_count()
     refuse_gpu(size, gpus)
     meter = find_meter(torch.device("cuda" if gpus else "cpu"))
-    archive = None
+    record = None
     if folder is None:
-        is_archived = size != "tiny"
-        if is_archived:
-            unpack_all(ROOT)
-        first = ROOT / (UNPACKED if is_archived else "runs") / f"evaluation-{slug(found, gpus)}"
+        is_recorded = size != "tiny"
+        first = ROOT / (UNPACKED if is_recorded else "runs") / f"evaluation-{slug(found, gpus)}"
         folder = own_folder(first, found)
-        archive = archive_of(ROOT, folder.name) if is_archived else None
+        record = record_of(ROOT, folder.name) if is_recorded else None
         if folder != first:
             print(f"{first.name} is of another machine: results are in {folder.name}", file=sys.stderr)
     claim(folder, found, writes=writes)
     names = tuple(each.callback.__name__ for each in app.registered_commands if each.callback is not None)
-    return Place(folder, found, gpus, not meter.facts.is_absent, names, limit_s, archive)
+    return Place(folder, found, gpus, not meter.facts.is_absent, names, limit_s, record)
 
 
 def refuse_gpu(size: str, num_gpus: int) -> None:
@@ -347,14 +357,14 @@ def _argv(each: Slice, folder: Path) -> list[str]:
 
 
 def _limit(part: str, folder: Path) -> str:
-    """Replace "half of FILE" by half the peak memory recorded in an arm's file. Other parts are unchanged."""
+    """Replace "half of FILE" by half the peak memory of the hand-tuned recipe in a file. Other parts are unchanged."""
     if not part.startswith(HALF):
         return part
     path = folder / part.removeprefix(HALF)
-    try:
-        return f"{int(json.loads(path.read_text(encoding='utf-8'))['peak_bytes']) // 2}B"
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise FormatError(str(path), got=f"no peak ({error!r})", expected="an arm that was counted") from None
+    peak = read_json(MeasuredPart, path).table.value(PEAK, "strong")
+    if peak is None:
+        raise FormatError(str(path), got="no peak of the recipe", expected="an arm that was counted")
+    return f"{int(peak) // 2}B"
 
 
 def _run(argv: Sequence[str], folder: Path, limit_s: float) -> tuple[int | None, str, str]:
@@ -386,21 +396,16 @@ def _end(process: subprocess.Popen[str]) -> tuple[str, str]:
 
 
 def summary(size: str, found: Sequence[Slice], place: Place) -> dict[str, Any]:
-    """Return the status of slices and goals, and write the pages, the archive and the compact record.
-
-    The pages depend only on the records, so they are identical on every machine.
-    """
-    runs = read_evaluation(found, place.folder)
-    for name, made in written(size, found, place.folder, runs).items():
-        write_whole(place.folder / name, made)
-    if place.archive is not None and any((place.folder / "done").glob("*.json")):
-        pack(place.folder, place.archive)
-        write_whole(summary_of(place.archive), text_of(compact(size, found, place.folder, runs)))
-    known = recorded(size, found, place.folder, runs)
+    """Return the status of slices and goals, and write the record."""
+    facts = {**machine_of(place.folder), "command": f"python -m benchmarks.paper.evaluation --size {size}"}
+    known = updated(size, found, place.folder, place.recorded, facts)
+    if place.record is not None and any((place.folder / "done").glob("*.json")):
+        write_whole(place.record, text_of(known))
+    goals = [{"metric": "goal", **row} for row in known["goals"]]
     states = [(each, *place.state(each)) for each in found]
-    here = [{"metric": "slice", "slice": each.name, "state": state, "why": why} for each, state, why in states]
-    goals = [row for row in known["rows"] if row["metric"] == "goal"]
-    return known | {"environment": known["environment"] | place.environment, "rows": [*goals, *here]}
+    slices = [{"metric": "slice", "slice": each.name, "state": state, "why": why} for each, state, why in states]
+    environment = facts | place.environment
+    return {"schema": 1, "name": "evaluation", "environment": environment, "rows": [*goals, *slices]}
 
 
 def text(found: Mapping[str, Any]) -> Iterator[str]:
@@ -408,7 +413,7 @@ def text(found: Mapping[str, Any]) -> Iterator[str]:
     goals = [row for row in found["rows"] if row["metric"] == "goal"]
     states = [row["state"] for row in found["rows"] if row["metric"] == "slice"]
     for row in goals:
-        yield f"{row['status']:<16} {row['says']}{': ' if row['figure'] else ''}{row['figure']}"
+        yield f"{row['status']:<16} {row['says']}{': ' if row.get('figure') else ''}{row.get('figure', '')}"
     counted = ", ".join(
         f"{states.count(state)} {state}" for state in (DONE, STALE, TO_DO, CUT, CANNOT) if state in states
     )

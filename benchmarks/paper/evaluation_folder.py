@@ -7,11 +7,11 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
-from benchmarks.evaluation_figures import MACHINE_FILE
-from benchmarks.paper.finding import MACHINE
 from trimtab.core.errors import FormatError
 from trimtab.core.serialization import write_whole
 
+MACHINE_FILE = "machine.json"
+MACHINE = ("cpu", "cpu_cores", "gpu", "os")  # keys of an environment that identify a machine
 MOST_HOSTS = 99  # hosts with the same kind of GPU, each with a separate folder
 
 
@@ -22,6 +22,11 @@ def slug(found: Mapping[str, str], gpus: int = 0) -> str:
     parts = re.findall(r"[a-z0-9_]+", words.lower())
     number_of = f"x{gpus}" if "gpu" in found else f"{found['cpu_cores']}core"
     return "-".join([*parts, number_of])
+
+
+def machine_of(folder: Path) -> dict[str, str]:
+    """Return the recorded description of a folder's machine, {} if missing."""
+    return _machine_of(folder) or {}
 
 
 def own_folder(folder: Path, found: Mapping[str, str]) -> Path:

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from trimtab.experiments.phase_result import FILE as PHASES
+from trimtab.experiments.results import RESULT
+from trimtab.experiments.scaling import FILE as SCALING
 
 TASKS, GPU_TASKS = "{tasks}", "{gpu tasks}"  # placeholders for evaluation_tasks.py and evaluation_gpu_tasks.py
 PLANS = "{plans}"  # placeholder for the folder of hand-written plans
@@ -21,6 +23,7 @@ MINUTE_S = 60  # training time for the goal of a target within a minute
 # Total over training time in a long run: evaluations take 1.2 s per 12 s of training (images), 1.6 s per 32 s (text).
 EVALUATED = 1.15
 CONTROL_S = 60  # maximum training time of controls and of arms that only measure throughput
+TIMED_STEPS = "60"  # steps of an arm that is only timed
 HALF = "half of "  # prefix of a memory limit: half the peak recorded in an arm's file
 SIZES = ("cpu", "gpu", "tiny")
 DONE, TO_DO = "done", "to do"
@@ -98,9 +101,8 @@ def _races(
     minutes: float,
     *needs: str,
     whole: bool,
-    plans_minutes: float | None = None,
 ) -> Iterator[Slice]:
-    """Yield a comparison: a slice for the plans, then slices with increasing numbers of pairs.
+    """Yield a comparison as slices with increasing numbers of pairs; the first also makes the plans.
 
     Args:
         folder: Folder of results.
@@ -110,15 +112,11 @@ def _races(
         minutes: Minutes of a slice.
         needs: Requirements of every slice.
         whole: True to train to the end, False to time a few steps.
-        plans_minutes: Minutes of the slice for the plans; None for `minutes`.
     """
-    report = f"{folder}/report.json"
-    start = ("compare", *command, "--out", folder)
-    plans, first = (*start, "--pairs", "1", "--whole", "0"), minutes if plans_minutes is None else plans_minutes
-    yield Slice(f"{folder}-plans", f"{says}: plans, memory and phases", plans, report, first, needs)
+    start = ("compare", *command, "--out", folder, *(("--to-end",) if whole else ("--steps", TIMED_STEPS)))
     for number in pairs:
-        ran = (*start, "--pairs", str(number), "--whole", str(number) if whole else "0")
-        yield Slice(f"{folder}-{number}", f"{says}: to race {number}", ran, report, minutes, needs)
+        ran = (*start, "--pairs", str(number))
+        yield Slice(f"{folder}-{number}", f"{says}: to race {number}", ran, f"{folder}/{RESULT}", minutes, needs)
 
 
 def _growing(
@@ -132,8 +130,8 @@ def _growing(
 _FIVE = (1, 2, 3, 4, 5)
 
 
-# Minutes measured on two cores: a pair of all recipes, the plans before it, a pair of an ablation.
-_TOOK = {"cifar": (8.8, 5.1, 2.5), "wikitext": (7.6, 10.2, 7)}
+# Minutes measured on two cores: a pair of all recipes, and a pair of an ablation.
+_TOOK = {"cifar": (8.8, 2.5), "wikitext": (7.6, 7)}
 
 
 def _ablations(
@@ -145,15 +143,15 @@ def _ablations(
         name: Folder of results.
         says: Description.
         of: Task, and options that select the plan.
-        how: Further options.
+        how: Options of the length; "--to-end" by default.
         minutes: Minutes of a slice.
         needs: Requirements of every slice.
     """
 
     def make(seeds: int) -> tuple[str, ...]:
-        return "ablate", *of, "--seeds", str(seeds), *how
+        return "ablate", *of, "--pairs", str(seeds), *(how or ("--to-end",))
 
-    rest = {"result": f"{name}/report.json", "minutes": minutes, "needs": (*needs, "command ablate")}
+    rest = {"result": f"{name}/{RESULT}", "minutes": minutes, "needs": (*needs, "command ablate")}
     yield from _growing(name, says, _FIVE, make, **rest)
 
 
@@ -162,11 +160,11 @@ def _cpu() -> Iterator[Slice]:
         ("cifar", "cifar10_short", "cifar10_short", "paper,strong"),
         ("wikitext", "wikitext2_short", "wikitext2_ablate", "paper,strong,muon"),
     ):
-        race, plans, changes = _TOOK[kind]
-        raced = (f"{TASKS}:{short}", "--adapt", "none", "--against", peers)
-        how = {"whole": True, "plans_minutes": plans}
+        race, changes = _TOOK[kind]
+        raced = (f"{TASKS}:{short}", "--against", peers)
+        how = {"whole": True}
         yield from _races(f"{kind}-recipes", f"{short}, S, P1 to P3", raced, _FIVE, race, **how)
-        task, brief = f"{TASKS}:{ablated}", ("--whole", "0")
+        task, brief = f"{TASKS}:{ablated}", ("--steps", TIMED_STEPS)
         says = f"{ablated}, races of each change"
         yield from _ablations(f"{kind}-ablate", says, (task,), *brief, minutes=changes)
     yield from _freed()
@@ -178,7 +176,7 @@ def _cpu() -> Iterator[Slice]:
         "cifar10_resnet on 1 and 2 ranks of one thread, rounds",
         (1, 3, 5),
         lambda rounds: ("scale", "cifar10_resnet", "--ranks", "1,2", "--rounds", str(rounds), "--scaling", "weak"),
-        result="cifar-scale/scaling.json",
+        result=f"cifar-scale/{SCALING}",
         minutes=4.7,
     )
     yield from _predictions()
@@ -193,24 +191,25 @@ def _freed() -> Iterator[Slice]:
     The longer comparisons stop the equivalent plan early. The last two, of text, only make plans, which contain the
     verdicts of short trainings.
     """
-    only = ("--no-peers", "--adapt", "learning-rate")
+    only = ("--adapt", "learning-rate")
     freed = (f"{TASKS}:cifar10_half", *only)
-    yield from _races("cifar-freed", "cifar10_half, S and F", freed, _FIVE, 9.8, whole=True, plans_minutes=2.6)
+    yield from _races("cifar-freed", "cifar10_half, S and F", freed, _FIVE, 9.8, whole=True)
     for kind, task, minutes, cap_s in (("cifar", "cifar10_long", 12.5, 120), ("wikitext", "wikitext2_long", 22, 150)):
-        longer = (f"{TASKS}:{task}", *only, "--cap", str(cap_s), "--reference-cap", "900")
-        says, how = f"{task}, F beside S for {cap_s} s", {"whole": True, "plans_minutes": 5}
+        longer = (f"{TASKS}:{task}", *only, "--cap", str(cap_s), "--baseline-cap", "900")
+        says, how = f"{task}, F beside S for {cap_s} s", {"whole": True}
         yield from _races(f"{kind}-long", says, longer, _FIVE, minutes, **how)
     for name, task, adapts in (
         ("digits", "digits_resnet", "learning-rate,schedule"),
         ("text", f"{TASKS}:repeated_gpt", "learning-rate,schedule,optimizer"),
     ):
-        options = (task, "--no-peers", "--adapt", adapts)
+        options = (task, "--adapt", adapts)
         says = f"{task.rpartition(':')[2]}, S and F by races: {adapts}"
-        yield from _races(f"{name}-options", says, options, _FIVE, 3, whole=True, plans_minutes=4.3)
+        yield from _races(f"{name}-options", says, options, _FIVE, 3, whole=True)
     for name, adapts, minutes in (("dropout", "dropout", 18.7), ("muon", "learning-rate,schedule,optimizer", 15)):
-        options = (f"{TASKS}:wikitext2_long", "--no-peers", "--adapt", adapts)
+        options = (f"{TASKS}:wikitext2_long", "--adapt", adapts)
         says = f"wikitext2_long, F by races: {adapts}"
-        yield from _races(f"wikitext-{name}", says, options, (), minutes, whole=False)
+        command = ("plan", *options, "--json")
+        yield Slice(f"wikitext-{name}", says, command, f"wikitext-{name}.json", minutes, prints=True)
 
 
 def _judged() -> Iterator[Slice]:
@@ -219,8 +218,8 @@ def _judged() -> Iterator[Slice]:
     The do-no-harm test interleaves steps in a single process, because dozens of paired runs would be needed to show
     that a plan without changes does no harm.
     """
-    judged = (f"{TASKS}:cifar10_judged", "--no-peers", "--adapt", "none")
-    yield from _races("cifar-judged", "cifar10_judged, S", judged, _FIVE, 6.7, whole=True, plans_minutes=2.7)
+    judged = (f"{TASKS}:cifar10_judged",)
+    yield from _races("cifar-judged", "cifar10_judged, S", judged, _FIVE, 6.7, whole=True)
     command = ("no_harm.py", "--json", "--tasks", "cifar10_resnet", "wikitext2_gpt")
     yield Slice("no-harm", "P2 and its plan, step by step", command, "no-harm.json", 9.3, prints=True)
 
@@ -238,7 +237,7 @@ def _by_hand() -> Iterator[Slice]:
         ("cifar-ablate-paper", "cifar10_ablate", "paper-images", (), 8.2),
         ("cifar-ablate-windows", "cifar10_ablate", "paper-windows", (), 4),
         ("cifar-ablate-freed", "cifar10_ablate", "freed-images", (), 8.2),
-        ("wikitext-ablate-paper", "wikitext2_ablate", "paper-text", ("--whole", "0"), 6),
+        ("wikitext-ablate-paper", "wikitext2_ablate", "paper-text", ("--steps", TIMED_STEPS), 6),
         ("wikitext-ablate-freed", "wikitext2_ablate", "freed-text", (), 14),
         ("text-ablate-regularised", "repeated_gpt", "regularised-text", (), 3.5),
         ("cifar-ablate-half", "cifar10_ablate", "half-images", (), 4),
@@ -276,35 +275,35 @@ def _gpu(minutes: float) -> Iterator[Slice]:
     longer = {"resnet": f"{GPU_TASKS}:resnet50_long"}
     timed = {kind: tuple(_timed(kind, task, longer.get(kind, task))) for kind, task in tasks.items()}
     for kind in ("gpt2", "resnet"):  # goals first, because GPU time is short
-        yield from timed[kind][:2]
+        yield from timed[kind][:1]
     yield from _limited()
     record = ("train", "wikitext2_gpt2", "--steps", "1500", "--record", "energy.jsonl", "--json")
     yield Slice("energy", "wikitext2_gpt2, joules of a run", record, "energy.jsonl", 4, ("gpu", "meter"))
     yield _monitor("wikitext2_gpt2", 6, "gpu")
     # 85% accuracy within a minute, planning included. Only the plan counts, so the other arms train for seconds.
-    minute = (f"{GPU_TASKS}:resnet50_minute", "--no-peers", "--adapt", "learning-rate,schedule")
-    minute = (*minute, "--cap", f"{MINUTE_S}", "--reference-cap", f"{MINUTE_S}")
+    minute = (f"{GPU_TASKS}:resnet50_minute", "--adapt", "learning-rate,schedule")
+    minute = (*minute, "--cap", f"{MINUTE_S}", "--baseline-cap", f"{MINUTE_S}")
     says = "resnet50_minute, F to 85%"
     yield from _races("resnet-minute", says, minute, _FIVE, 5, "gpu", whole=True)
     reference_s = max(CAP_S, (60 * minutes - 3 * CAP_S - AROUND_S) // EVALUATED)  # remaining after the control, S and F
     for kind, task in (("resnet", "resnet50_timed"), ("gpt2", "gpt2_timed")):
         # Caps on training time make a pair fit a slice. A target that is not reached by then yields a bound.
-        caps = ("--cap", str(CAP_S), "--reference-cap", f"{reference_s:g}")
+        caps = ("--cap", str(CAP_S), "--baseline-cap", f"{reference_s:g}")
         adapts = "learning-rate,schedule" + (",optimizer" if kind == "gpt2" else "")  # Muon supports matrices only
-        freed = (f"{GPU_TASKS}:{task}", "--no-peers", "--adapt", adapts, *caps)
+        freed = (f"{GPU_TASKS}:{task}", "--adapt", adapts, *caps)
         yield from _races(f"{kind}-freed", f"{task}, S and F to targets", freed, _FIVE, minutes, "gpu", whole=True)
     for kind, task in (("resnet", "resnet50_timed"), ("gpt2", "gpt2_timed")):
         yield from _whole(kind, task, minutes)
     for kind, task in tasks.items():
-        yield from timed[kind][0 if kind == "resnet7x7" else 2 :]
+        yield from timed[kind][0 if kind == "resnet7x7" else 1 :]
         muon = ",muon" if kind == "gpt2" else ""
-        raced = (task, "--adapt", "none", "--against", f"strict,paper,strong{muon}")
+        raced = (task, "--against", f"strict,paper,strong{muon}")
         yield from _races(f"{kind}-recipes", f"{task}, S, P0 to P3, timed", raced, (2, 4, 6, 8), 4, "gpu", whole=False)
     for kind, task in (("resnet", "cifar10_resnet50"), ("gpt2", "wikitext2_gpt2")):
         ranks = (task, "--ranks", "2")
         yield _clocked(f"{kind}-phases-ranks", f"{task}, phases of S on 2 ranks", ranks, 6, "gpu", "2 gpus")
         says = f"{task}, races of each change"
-        yield from _ablations(f"{kind}-ablate", says, (task,), "--whole", "0", minutes=4, needs=("gpu",))
+        yield from _ablations(f"{kind}-ablate", says, (task,), "--steps", TIMED_STEPS, minutes=4, needs=("gpu",))
         for folder, ranks, most in ((f"{kind}-scale", "1,2,4", "4 gpus"), (f"{kind}-scale2", "1,2", "2 gpus")):
             scale = ("scale", task, "--ranks", ranks, "--scaling", "weak", "--rounds")
             yield from _growing(
@@ -312,7 +311,7 @@ def _gpu(minutes: float) -> Iterator[Slice]:
                 f"{task} on {ranks} ranks, rounds",
                 _FIVE,
                 lambda rounds, scale=scale: (*scale, str(rounds)),
-                result=f"{folder}/scaling.json",
+                result=f"{folder}/{SCALING}",
                 minutes=6,
                 needs=("gpu", most),
             )
@@ -324,15 +323,15 @@ def _timed(kind: str, task: str, planned: str) -> Iterator[Slice]:
 
     For images also with P0 in strict fp32, because torch computes convolutions in TF32 by default.
     """
-    peers = ("--no-peers",) if kind == "gpt2" else ("--against", "strict")
-    how = (planned, "--adapt", "none", *peers)
+    peers = () if kind == "gpt2" else ("--against", "strict")
+    how = (planned, *peers)
     yield from _races(f"{kind}-timed", f"{task}, S and P0, timed", how, (5, 8), 3, "gpu", whole=False)
 
 
 def _limited() -> Iterator[Slice]:
     """Yield comparisons of P2 with its plan under memory limits. The first also measures the peak memory of P2."""
-    strong = ("wikitext2_gpt2", "--adapt", "none", "--against", "strong", "--memory")
-    arm = "gpt2-small/arm-strong.json"
+    strong = ("wikitext2_gpt2", "--against", "strong", "--memory")
+    arm = "gpt2-small/steps.json"
     limits = (("gpt2-small", "4.5GB", "4.5 GB", ""), ("gpt2-half", HALF + arm, "half of P2's memory", arm))
     for folder, limit, says, first in limits:
         needs = ("gpu", *filter(None, [first]))
@@ -348,7 +347,7 @@ def _whole(kind: str, task: str, minutes: float) -> Iterator[Slice]:
     peers, plan = ("paper,strong,muon", "paper-gpt2") if kind == "gpt2" else ("paper,strong", "paper-resnet50")
     arms = 2 + peers.count(",") + 1  # plus the baseline and S
     cap_s = (60 * minutes - AROUND_S - 2 * CONTROL_S) // arms
-    raced = (f"{GPU_TASKS}:{task}", "--adapt", "none", "--against", peers, "--cap", f"{cap_s:g}")
+    raced = (f"{GPU_TASKS}:{task}", "--against", peers, "--cap", f"{cap_s:g}")
     says = f"{task}, S, P0 to P3 to targets"
     yield from _races(f"{kind}-whole", says, raced, _FIVE, minutes, "gpu", whole=True)
     changes = 4 if kind == "gpt2" else 3
@@ -357,7 +356,8 @@ def _whole(kind: str, task: str, minutes: float) -> Iterator[Slice]:
     )  # 3: the loop twice, and the plan
     of = (f"{GPU_TASKS}:{task}", "--plan", f"{PLANS}/{plan}.json")
     says = f"{task}, the paper's components to targets"
-    yield from _ablations(f"{kind}-ablate-paper", says, of, "--cap", f"{cap_s:g}", minutes=minutes, needs=("gpu",))
+    length = ("--to-end", "--cap", f"{cap_s:g}")
+    yield from _ablations(f"{kind}-ablate-paper", says, of, *length, minutes=minutes, needs=("gpu",))
 
 
 def _predictions() -> Iterator[Slice]:
@@ -374,9 +374,9 @@ def _monitor(task: str, minutes: float, *needs: str) -> Slice:
 
 
 def _tiny() -> Iterator[Slice]:
-    quick = ("compare", "digits_resnet", "--quick", "--adapt", "none", "--out", "digits")
-    yield Slice("digits-1", "digits_resnet, one pair", (*quick, "--pairs", "1"), "digits/report.json", 1)
-    yield Slice("digits-2", "digits_resnet, two pairs", (*quick, "--pairs", "2"), "digits/report.json", 1)
+    quick = ("compare", "digits_resnet", "--quick", "--out", "digits")
+    yield Slice("digits-1", "digits_resnet, one pair", (*quick, "--pairs", "1"), f"digits/{RESULT}", 1)
+    yield Slice("digits-2", "digits_resnet, two pairs", (*quick, "--pairs", "2"), f"digits/{RESULT}", 1)
     record = ("train", "digits_resnet", "--steps", "4", "--record", "run.jsonl", "--json")
     yield Slice("run", "digits_resnet, a record", record, "run.jsonl", 1)
     yield next(_predictions())

@@ -1,298 +1,224 @@
-"""The judge: compares claims of the paper and goals of trimtab with measured figures (math: section 8)."""
+"""The judge: compares claims of the paper and goals of trimtab with measured rows (math: section 8).
+
+Rows are those that `trimtab compare`, `ablate`, `scale` and `phases` print with `--json`, by run.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
+from typing import Any
 
-from benchmarks.paper.claims import (
-    ABOUT,
-    CLAIMS,
-    GPU,
-    IMAGES,
-    LEAST,
-    MOST,
-    PRECISION,
-    SPLITTING,
-    Claim,
-)
-from benchmarks.paper.finding import Finding, Run
-from benchmarks.paper.goals import MONITOR, NO_HARM, PREDICTED, Goal
-from benchmarks.paper.results import finding_of_goal
-from trimtab.experiments.comparison.comparison_result import NO_VERDICT, Ratio, Verdict
-from trimtab.experiments.comparison.comparison_statistics import as_ratio, bounds
+from benchmarks.figure_words import bound_in_words
+from benchmarks.paper.claims import ABOUT, CLAIMS, GPU, LEAST, MOST, Claim
+from benchmarks.paper.goals import MONITOR, NO_HARM, PREDICTED, SMALL_BYTES, Goal
 from trimtab.planner.statistics import MIN_PAIRS_FOR_VERDICT, mean_interval
 
-PASS, FAIL = "pass", "fail"
+Row = Mapping[str, Any]
+PASS, FAIL, NO_VERDICT = "pass", "fail", "no verdict"
 NOT_COMPARABLE, NOT_MEASURED = "not comparable", "not measured"
-# The paper's recipe as described in its text, and trimtab's plans. A component's effect belongs to the plan with it.
-LITERAL, OURS = "paper", ("equivalent_plan", "tuned_plan", "plan", "plan_batch")
-NEAR = 0.1  # Tolerance around a claimed fraction, as a fraction of the whole gain.
-_ABSOLUTE = ("mfu",)  # Measures that depend on the device, unlike ratios of two loops.
-_THIRDS = (("early",), ("middle",), ("late",))
-# Baseline of a claim: the reference; none for an efficiency; the loop without it for a component.
-_AGAINST = ("reference", "", "alone")
-
-
-_WITHOUT_RUN = (MONITOR, NO_HARM, PREDICTED)  # measured by rows of a benchmark, or predicted
-_SEE_KNOWN = "what was found of its races afterwards stands below, with the runs"
 GOAL_WORDS = {PASS: "met", FAIL: "missed", NO_VERDICT: "not shown"}
+# The paper's recipe as described in its text, and trimtab's plans.
+LITERAL, OURS = "paper", ("equivalent_plan", "tuned_plan")
+NEAR = 0.1  # Tolerance around a claimed fraction, as a fraction of the whole gain.
+# Metric of the rows of a measure, and of the arm's own value.
+METRICS = {
+    "throughput": ("throughput_ratio", "terms_per_s"),
+    "time_to_target": ("time_to_target_ratio", "time_to_target_ratio"),
+    "peak_memory": ("peak_memory_ratio", "peak_bytes"),
+    "final_metric": ("final_metric_difference", "final_metric"),
+    "energy": ("energy_ratio", "joules_per_sample"),
+    "do_no_harm": ("do_no_harm_ratio", ""),
+    "component_throughput": ("throughput_ratio", ""),
+    "component_memory": ("peak_memory_ratio", ""),
+    "component_quality": ("final_metric_difference", ""),
+    "component_time": ("time_to_target_ratio", ""),
+}
+_COUNTED = ("peak_memory_ratio", "peak_bytes", "mfu")  # A count has no interval, so its value decides.
 
 
-@dataclass(frozen=True)
-class Judged:
-    """A claim or a goal compared with a measured figure.
+def met(sense: str, bar: float, row: Row, *, other_training: bool = False) -> str:
+    """Return pass if the whole interval of a row meets a limit, fail if none of it does, otherwise no verdict.
 
-    Args:
-        limit: the claim or the goal, which has the threshold.
-        status: pass, fail, no verdict, not comparable or not measured.
-        finding: the finding, which has the figure and its interval; None if not measured.
-        run: the run; None for a goal without a run, and if not measured.
-        here: for a claim, the status regardless of machine and model size.
-        why: for a claim, the reason for the status; for a goal, the measured figure as text.
-    """
-
-    limit: Claim | Goal
-    status: str
-    finding: Finding | None = None
-    run: Run | None = None
-    here: str = ""
-    why: str = ""
-
-    @property
-    def is_literal(self) -> bool:
-        """True for the paper's own recipe."""
-        return self.finding is not None and self.finding.arm == LITERAL
-
-    @property
-    def goal_status(self) -> str:
-        """The status in the words of goals: met, missed, not shown or not measured; "predicted met" of predictions."""
-        word = GOAL_WORDS.get(self.status, self.status)
-        return f"predicted {word}" if self.limit.measure == PREDICTED and self.status in (PASS, FAIL) else word
-
-
-def judge(runs: Sequence[Run], claims: Sequence[Claim] = CLAIMS) -> dict[Claim, tuple[Judged, ...]]:
-    """Return all claims with their judged findings, empty if not measured."""
-    return {claim: tuple(_judged(claim, runs)) for claim in claims}
-
-
-def status_of(judged: Sequence[Judged]) -> str:
-    """Return the combined status of several findings: a failure makes the claim fail.
-
-    Every model (for images: every stem) is judged separately, so that a pass on a model does not count for other
-    measured models.
-    """
-    models: dict[tuple[str, ...], set[str]] = {}
-    for each in judged:
-        models.setdefault(each.limit.workload.model_of(each.run.task), set()).add(each.status)
-    found = {_first(statuses, FAIL, PASS, NO_VERDICT, NOT_COMPARABLE) for statuses in models.values()}
-    return _first(found, FAIL, NO_VERDICT, PASS, NOT_COMPARABLE)
-
-
-def _first(found: set[str], *order: str) -> str:
-    return next((status for status in order if status in found), NOT_MEASURED)
-
-
-def _judged(claim: Claim, runs: Sequence[Run]) -> Iterator[Judged]:
-    for run in runs:
-        if run.task not in tasks_of(claim):
-            continue
-        for by, label, finding in _ways(claim, run):
-            elsewhere, here = _elsewhere(by, run, finding), met(by.sense, by.bar, finding)
-            if _is_even(by, finding) and here == PASS:
-                here = NO_VERDICT
-            status = NOT_COMPARABLE if elsewhere else here
-            why = label + (elsewhere or (finding.told or _because(by, here, finding)) + _its_gpu(run, here))
-            yield Judged(claim, status, finding, run, here, why)
-
-
-def _ways(claim: Claim, run: Run) -> Iterator[tuple[Claim, str, Finding]]:
-    """Yield the findings of a run to judge a claim by, with a label if the measure differs from the claim's.
-
-    For an equivalent plan, a component's time to target can be replaced by throughput, because both loops learn
-    equally per sample; for a tuned plan it cannot.
-    """
-    own = tuple(_of(claim, run))
-    if claim.measure != "component_time" or any(map(_tells, _of(replace(claim, target=None), run))):
-        yield from ((claim, "", finding) for finding in own)
-        return
-    yield from ((claim, "", finding) for finding in own if finding.plan_kind == "tuned")
-    by = replace(claim, measure="component_throughput", sense=LEAST, bar=1 / claim.bar, target=None)
-    label = "by throughput, as no time to a target is known: "
-    yield from ((by, label, finding) for finding in _of(by, run) if finding.plan_kind != "tuned")
-
-
-def _tells(rung: Finding) -> bool:
-    """Return True if a time is informative: a value, a bound, or a different number of reached targets."""
-    return rung.figure is not None or rung.is_bounded or rung.reached[0] != rung.reached[1]
-
-
-def _because(claim: Claim, here: str, finding: Finding) -> str:
-    figure = finding.figure
-    if here == NO_VERDICT and finding.behind_at is not None:
-        return f"the other arm came further: to {finding.behind_at:g} in more pairs"
-    if here == NO_VERDICT:
-        return "the interval holds a third" if _is_even(claim, finding) else _open(finding)
-    if claim.sense == ABOUT:
-        whole = "the whole interval is" if here == PASS else "no part of the interval is"
-        return f"{whole} within {100 * NEAR:g} points of it"
-    what = "the count is" if figure is not None and figure.counted else "the whole interval is"
-    return f"{what} {'as claimed or beyond' if here == PASS else 'short of it'}"
-
-
-def _is_even(claim: Claim, finding: Finding) -> bool:
-    """Return True if a claim concerns a third of training and the interval includes 1/3."""
-    ends = _ends(finding.figure)
-    return claim.part in _THIRDS and ends is not None and ends[0] <= 1 / 3 <= ends[1]
-
-
-def _open(finding: Finding) -> str:
-    """Return the reason for a missing verdict."""
-    figure = finding.figure
-    if figure is None or not math.isfinite(figure.mean):
-        return "there is no figure"
-    if figure.n < MIN_PAIRS_FOR_VERDICT and not figure.counted:
-        return f"{figure.n} pairs: a verdict needs {MIN_PAIRS_FOR_VERDICT}"
-    return "the interval holds it" if finding.has_verdict else "its run has no verdict on it"
-
-
-def _of(claim: Claim, run: Run) -> Iterator[Finding]:
-    """Yield the findings relevant for a claim; for times, at its target or the nearest, with and without planning."""
-    found = [
-        finding
-        for finding in run.findings
-        if finding.measure == claim.measure
-        and finding.arm in (LITERAL, *OURS)
-        and finding.against in _AGAINST
-        and finding.ranks == claim.ranks
-        and (not claim.part or finding.part in claim.part)
-    ]
-    if claim.target is None:
-        yield from found
-        return
-    for way in dict.fromkeys(map(_way_of, found)):
-        yield nearest([finding for finding in found if _way_of(finding) == way], claim.target)
-
-
-def _way_of(finding: Finding) -> tuple[str, bool, str]:
-    """Return the key of a series of targets within a run."""
-    return finding.arm, finding.charged, finding.part
-
-
-def nearest(rungs: Sequence[Finding], target: float | None) -> Finding:
-    """Return the finding for a target; otherwise the hardest target with a known time, or the last target.
-
-    An upper bound belongs to an arm that fell behind. `behind_at` is set to a harder target reached more often by the
-    other arm, because a gain at an easier target does not speak for an arm that falls behind later.
+    A bounded time passes if the bound meets the limit.
 
     Args:
-        rungs: findings by target, easiest first.
-        target: the target, or None for no preference.
+        other_training: True if only a worse value of a metric counts against the arm, because it trains differently.
     """
-    if exact := [each for each in rungs if target is not None and each.target == target]:
-        return exact[-1]
-    known = [at for at, each in enumerate(rungs) if each.figure or each.at_least is not None]
-    if not known:
-        return next((each for each in reversed(rungs) if each.at_most is not None), rungs[-1])
-    behind = [each.target for each in rungs[known[-1] + 1 :] if each.reached[0] < each.reached[1]]
-    return replace(rungs[known[-1]], behind_at=behind[-1]) if behind else rungs[known[-1]]
+    ends = ends_of(row)
+    return NO_VERDICT if ends is None else within(sense, bar, *ends, other_training=other_training)
 
 
-def _elsewhere(claim: Claim, run: Run, finding: Finding) -> str:
-    """Return the reason why a figure is not comparable with the paper, or ""."""
-    found = []
-    if run.task in claim.workload.smaller:
-        found.append("a smaller task")
-    if not run.has_gpu:
-        found.append("on a CPU")
-    elif claim.measure in _ABSOLUTE and not run.has_gpu_of(GPU):
-        found.append(f"on another GPU ({run.environment['gpu']}), of another peak")
-    if claim.target is not None and finding.target != claim.target:
-        found.append(f"to {finding.target:g}, not to {claim.target:g}")
-    return "; ".join(found)
-
-
-def _its_gpu(run: Run, here: str) -> str:
-    """Return the name of the GPU if a verdict rests on a GPU other than the paper's, or ""."""
-    is_another = here in (PASS, FAIL) and run.has_gpu and not run.has_gpu_of(GPU)
-    return f"; on another GPU, {run.environment['gpu']}" if is_another else ""
-
-
-def met(sense: str, bar: float, finding: Finding) -> str:
-    """Return pass if a figure's whole interval meets a limit, fail if none of it does, otherwise no verdict.
-
-    A count has no interval, so its value decides. A bounded time passes if the bound meets the limit and the verdict is
-    significant. A gain at an easier target does not pass if the arm falls behind at a harder target. For a final metric
-    under different training (a tuned plan or the paper's recipe), only a worse value counts (math: section 8).
-    """
-    ends = _ends(finding.figure) if finding.has_verdict else None
-    ends = _shares(finding) if finding.figure is None else ends
-    if ends is None:
-        return NO_VERDICT
-    found = _beyond(sense, bar, ends, finding)
-    is_open = finding.behind_at is not None or not finding.has_verdict
-    return NO_VERDICT if found == PASS and is_open else found
-
-
-def compare(sense: str, bar: float, low: float, high: float) -> str:
-    """Return pass if a whole interval is at most or at least a limit, fail if none of it is, otherwise no verdict."""
-    if sense == MOST:
-        return PASS if high <= bar else FAIL if low > bar else NO_VERDICT
-    return PASS if low >= bar else FAIL if high < bar else NO_VERDICT
-
-
-def _beyond(sense: str, bar: float, ends: tuple[float, float], finding: Finding) -> str:
-    low, high = ends
+def within(sense: str, bar: float, low: float, high: float, *, other_training: bool = False) -> str:
+    """Return pass if a whole interval meets a limit, fail if none of it does, otherwise no verdict."""
     if sense in (MOST, LEAST):
-        return compare(sense, bar, low, high)
+        beyond = (high <= bar, low > bar) if sense == MOST else (low >= bar, high < bar)
+        return PASS if beyond[0] else FAIL if beyond[1] else NO_VERDICT
     if sense == ABOUT:
         low, high, bar = low - bar, high - bar, NEAR
-    is_another_training = finding.plan_kind == "tuned" or finding.arm == LITERAL
-    beyond = math.inf if is_another_training and sense != ABOUT else bar
-    return PASS if -bar <= low and high <= beyond else FAIL if low > beyond or high < -bar else NO_VERDICT
+    most = math.inf if other_training and sense != ABOUT else bar
+    return PASS if -bar <= low and high <= most else FAIL if low > most or high < -bar else NO_VERDICT
 
 
-def _shares(finding: Finding) -> tuple[float, float] | None:
-    """Return the range of a time relative to the other arm's, from bounds on the speed-up; None if unknown."""
-    if len(finding.values) < MIN_PAIRS_FOR_VERDICT:
+def ends_of(row: Row) -> tuple[float, float] | None:
+    """Return the interval that a verdict may use; None without enough pairs."""
+    if row.get("mean") is not None and row["metric"] in _COUNTED:
+        return row["mean"], row["mean"]
+    if row.get("n", 0) < MIN_PAIRS_FOR_VERDICT:
         return None
-    if finding.at_least is not None:
-        return 0.0, _share(finding.at_least)
-    return None if finding.at_most is None else (_share(finding.at_most), math.inf)
+    if row.get("low") is not None and row.get("high") is not None:
+        return row["low"], row["high"]
+    if row.get("at_least"):
+        return 0.0, 1 / row["at_least"]
+    return (1 / row["at_most"], math.inf) if row.get("at_most") else None
 
 
-def _share(speed: float) -> float:
-    return 1 / speed if speed > 0 else math.inf
+def judge_goal(goal: Goal, rows: Sequence[Row]) -> tuple[str, str]:
+    """Return the status of a goal, and the measured figure in words.
+
+    Args:
+        rows: rows of the goal's run; for a prediction, a row of both predictions.
+    """
+    row = _row_of_goal(goal, rows)
+    if row is None:
+        return NOT_MEASURED, ""
+    bar = goal.bar + (row["control_half_width"] if goal.measure == MONITOR else 0.0)
+    status = met(goal.sense, bar, row, other_training=goal.arm == "tuned_plan")
+    if goal.measure == PREDICTED:
+        status = PASS if row["mean"] <= goal.bar and row["peak_bytes"] <= SMALL_BYTES else FAIL
+        return f"predicted {GOAL_WORDS[status]}", f"{row['mean']:.3f}x the time; not measured"
+    return GOAL_WORDS.get(status, status), figure_in_words(row, goal.unit)
 
 
-def _ends(figure: Ratio | None) -> tuple[float, float] | None:
-    """Return the interval of a figure (a count is its own interval), or None without a basis for a verdict."""
-    if figure is None or not math.isfinite(figure.mean):
+def _row_of_goal(goal: Goal, rows: Sequence[Row]) -> Row | None:
+    if goal.measure in (MONITOR, NO_HARM, PREDICTED) and not (goal.measure == NO_HARM and goal.against):
+        return next((r for r in rows if r["metric"] == goal.measure and goal.arm in ("", r.get("task"))), None)
+    metric, own = METRICS[goal.measure]
+    found = [
+        row
+        for row in rows
+        if row["metric"] == metric
+        and (row.get("arm"), row.get("against")) == (goal.arm, goal.against)
+        and (goal.measure != "time_to_target" or row["charged"] == goal.charged)
+        and "change" not in row
+    ]
+    row = nearest(found, goal.target)
+    if row is None or not goal.of_value:
+        return row
+    if goal.measure == "time_to_target":
+        return _of_values(row, row["arm_s"])
+    value = next((r for r in rows if r["metric"] == own and r.get("arm") == goal.arm), None)
+    if value is None:
         return None
-    return (figure.mean, figure.mean) if figure.counted else bounds(figure)
+    if "values" in value:
+        return _of_values(value, value["values"])
+    return {**value, "mean": value["value"], "n": 1}
 
 
-def unmeasured(claim: Claim, runs: Sequence[Run]) -> str:
-    """Return the reason why the paper's own recipe has no figure for a claim."""
-    given = [run for run in runs if run.task in tasks_of(claim)]
-    precisions = [run.precisions.get(LITERAL, "") for run in given if LITERAL in run.labels]
-    if claim.part == PRECISION and precisions and all(each == "fp32" for each in precisions):
-        return "there is no fast half precision on this processor: P1 was computed in fp32, and no plan in less"
-    if claim.part == SPLITTING and claim.workload is IMAGES:
-        return "its models have batch statistics, which a batch that is cut would change; whole batches hold no less"
-    if claim.measure.startswith("component_"):
-        return "P1 is raced whole; what such a change of a plan of ours is worth is below, where a plan makes it"
-    if claim.measure == "scaling_efficiency":
-        return "P1 is run on one device; how our plans scale is below"
-    raced = any(finding.arm == LITERAL for run in runs for finding in run.findings if run.task in tasks_of(claim))
-    if claim.measure == "gain_share":
-        if raced and claim.part not in _THIRDS:
-            clocked = "P1's steps are clocked by phase once, not in paired laps: no share of its gain is told"
-            return f"{clocked}; where our plans' gain lies is below"
-        return "P1 saved nothing that could be shared out" if raced else "no run of it was given"
-    return "it has no figure" if raced else "no run of it was given"
+def _of_values(row: Row, values: Sequence[float | None]) -> Row:
+    """Return the row of an arm's own values: their mean with its interval."""
+    finite = [value for value in values if value is not None]
+    if len(finite) < len(values) or not finite:
+        return {"metric": row["metric"], "n": len(values), "said": "not reached in every run"}
+    of = mean_interval(finite)
+    return {"metric": row["metric"], "mean": of.mean, "low": of.low, "high": of.high, "n": of.n}
+
+
+def nearest(rows: Sequence[Row], target: float | None) -> Row | None:
+    """Return the row of a target; otherwise the hardest target with a known time or bound, or the last target."""
+    exact = [row for row in rows if target is not None and row.get("target") == target]
+    known = [row for row in rows if row.get("mean") is not None or row.get("at_least") or row.get("at_most")]
+    return (exact or known or list(rows) or [None])[-1]
+
+
+def figure_in_words(row: Row, unit: str = "x") -> str:
+    """Return the figure of a row with its interval, or its bound."""
+    rung = f" to {row['target']:g}" if "target" in row else ""
+    if row.get("mean") is None:
+        return (bound_in_words(row.get("at_least"), row.get("at_most")) or row.get("said", "never reached")) + rung
+    is_time = row["metric"] == "time_to_target_ratio" and unit == "x"
+    mean, low, high = (row.get(key) for key in ("mean", "low", "high"))
+    if is_time:  # Shown as a speed: above 1 is faster.
+        mean, low, high = (None if value is None else 1 / value for value in (mean, high, low))
+    shown = f"{mean:,.0f}{unit}" if abs(mean) >= 1000 else f"{mean:.3f}{unit}"
+    if low is None or high is None:
+        return shown + rung
+    form = ",.0f" if abs(mean) >= 1000 else ".3f"
+    return f"{shown} (95% {low:{form}} to {high:{form}}, n = {row['n']}){rung}"
+
+
+def judge_claims(runs: Mapping[str, tuple[str, Row, Sequence[Row]]], claims: Sequence[Claim] = CLAIMS) -> Iterator[Row]:
+    """Yield a row for every claim of the paper and every run that measured its quantity.
+
+    Args:
+        runs: task, environment and rows, by name of the run.
+    """
+    for claim in claims:
+        for name, (task, environment, rows) in runs.items():
+            if task not in tasks_of(claim):
+                continue
+            for row in _rows_of_claim(claim, rows):
+                here = met(claim.sense, claim.bar, row, other_training=row["arm"] in (LITERAL, "tuned_plan"))
+                why = _elsewhere(claim, task, environment, row)
+                yield {
+                    "claim": claim.says,
+                    "source": claim.source,
+                    "sense": claim.sense,
+                    "bar": claim.bar,
+                    "status": NOT_COMPARABLE if why else here,
+                    "here": here,
+                    "why": why,
+                    "run": name,
+                    "task": task,
+                    "arm": row["arm"],
+                    "plan_kind": row.get("plan_kind", ""),
+                    **{key: row.get(key) for key in ("mean", "low", "high", "n", "at_least", "at_most")},
+                }
+
+
+def _rows_of_claim(claim: Claim, rows: Sequence[Row]) -> Iterator[Row]:
+    is_component = claim.measure.startswith("component_")
+    if claim.measure == "mfu":
+        yield from ({**row, "mean": row["value"], "n": 1} for row in rows
+                    if row["metric"] == "mfu" and row["arm"] in (LITERAL, *OURS))  # fmt: skip
+    elif claim.measure == "scaling_efficiency":
+        yield from ({**row, "arm": "equivalent_plan"} for row in rows if row["metric"] == claim.measure
+                    and row["recipe"] == "plan" and row["ranks"] == claim.ranks)  # fmt: skip
+    elif claim.measure == "gain_share":
+        yield from _shares(claim, rows)
+    else:
+        metric, _ = METRICS[claim.measure]
+        found: dict[str, list[Row]] = {}
+        for row in rows:
+            arms = (LITERAL, *OURS)
+            is_own = row.get("setting") == "alone" and row["change"] in claim.part if is_component else (
+                row.get("arm") in arms and row.get("against") == "reference" and "change" not in row
+            )  # fmt: skip
+            if row["metric"] == metric and is_own and not row.get("charged"):
+                found.setdefault(f"{row['arm']} {row.get('change', '')}", []).append(row)
+        yield from (row for each in found.values() if (row := nearest(each, claim.target)) is not None)
+
+
+def _shares(claim: Claim, rows: Sequence[Row]) -> Iterator[Row]:
+    names = {"memory": ("bound_saved_s", "memory-bound")}
+    for part in claim.part:
+        metric, phase = names.get(part, ("phase_saved_s", part))
+        for row in rows:
+            if (row["metric"], row.get("phase")) == (metric, phase) and row.get("share") is not None:
+                ends = {"mean": row["share"], "low": row.get("share_low"), "high": row.get("share_high")}
+                yield {**row, **ends, "arm": "equivalent_plan"}
+
+
+def _elsewhere(claim: Claim, task: str, environment: Row, row: Row) -> str:
+    """Return the reason why a figure is not comparable with the paper, or ""."""
+    found = ["a smaller task"] if task in claim.workload.smaller else []
+    if "gpu" not in environment:
+        found.append("on a CPU")
+    elif claim.measure == "mfu" and not environment["gpu"].endswith(GPU):
+        found.append(f"on another GPU ({environment['gpu']}), of another peak")
+    if claim.target is not None and row.get("target") != claim.target:
+        found.append(f"to {row.get('target', math.nan):g}, not to {claim.target:g}")
+    return "; ".join(found)
 
 
 def tasks_of(claim: Claim) -> tuple[str, ...]:
@@ -300,159 +226,26 @@ def tasks_of(claim: Claim) -> tuple[str, ...]:
     return (*claim.workload.tasks, *claim.workload.smaller)
 
 
-def headline(judged: Mapping[Claim, Sequence[Judged]]) -> Verdict:
-    """Return the headline verdict: number of claims shown by the paper's recipe, and reached by trimtab's plans."""
-    literal = [_stands(claim, [each for each in found if each.is_literal]) for claim, found in judged.items()]
-    ours = [_stands(claim, [each for each in found if not each.is_literal]) for claim, found in judged.items()]
-    reached = sum(status == PASS for status in ours)
-    parts = [
-        f"{literal.count(PASS)} shown, {literal.count(FAIL)} missed, {literal.count(NO_VERDICT)} without a verdict",
-        f"{literal.count(NOT_COMPARABLE)} measured where they cannot be compared",
-        f"{literal.count(NOT_MEASURED)} not measured",
-    ]
-    said = f"Of the paper's {len(judged)} claims, by its own recipe (P1): {', '.join(parts)}. By trimtab's plans: "
-    said += f"{reached} reached, {ours.count(FAIL)} missed, {_left(ours)} without a comparable verdict."
-    if not any(status in (PASS, FAIL, NO_VERDICT) for status in (*literal, *ours)):
-        return Verdict(
-            "nothing to compare", f"No run is at the paper's size on a GPU: none speaks for or against it. {said}"
-        )
-    return Verdict(f"{literal.count(PASS)} of {len(judged)} shown", said)
+def headline(claims: Sequence[Row]) -> dict[str, str]:
+    """Return the headline: number of claims shown by the paper's recipe, and reached by trimtab's plans.
 
-
-def _stands(claim: Claim, found: Sequence[Judged]) -> str:
-    return status_of(found) if found else NOT_MEASURED
-
-
-def _left(statuses: Sequence[str]) -> int:
-    return sum(status not in (PASS, FAIL) for status in statuses)
-
-
-def judge_goals(goals: Sequence[Goal], folder: Path, runs: Mapping[str, Run]) -> tuple[Judged, ...]:
-    """Return every goal with its status and the measured figure.
-
-    Args:
-        goals: Goals.
-        folder: Folder of results.
-        runs: Runs by folder name.
+    A claim that fails anywhere fails.
     """
-    return tuple(_judged_goal(goal, folder, runs.get(goal.run)) for goal in goals)
-
-
-def _judged_goal(goal: Goal, folder: Path, run: Run | None) -> Judged:
-    is_of_a_run = goal.measure not in _WITHOUT_RUN
-    finding = _of_goal(goal, run) if is_of_a_run else finding_of_goal(goal, folder)
-    if finding is None:
-        return Judged(goal, NOT_MEASURED)
-    text = _figure_text(goal, finding, run)
-    if is_of_a_run and run is not None and run.known and text:
-        text = f"{text}; {_SEE_KNOWN}"
-    if not _is_measured(goal, finding):
-        return Judged(goal, NOT_MEASURED, finding, run, why=text)
-    judged = _value_of_arm(finding) if goal.of_value else finding
-    status = met(goal.sense, goal.bar + finding.resolution, judged)
-    if goal.measure == PREDICTED and finding.failed:
-        status = FAIL
-    return Judged(goal, status, judged, run, why=text)
-
-
-def _of_goal(goal: Goal, run: Run | None) -> Finding | None:
-    """Return the finding of a run for a goal, at its target or the nearest; None if the run has no such finding."""
-    wanted = (goal.measure, goal.arm, goal.against, goal.charged)
-    found = [
-        each
-        for each in (() if run is None else run.findings)
-        if (each.measure, each.arm, each.against, each.charged) == wanted
-        and (goal.target is None or each.target == goal.target)
-    ]
-    return nearest(found, goal.target) if found else None
-
-
-def _is_measured(goal: Goal, finding: Finding) -> bool:
-    if goal.measure in _WITHOUT_RUN:
-        return finding.figure is not None
-    if goal.of_value:
-        return bool(finding.failed or finding.values) or _is_count(finding)
-    return finding.figure is not None or bool(finding.said)
-
-
-def _is_count(finding: Finding) -> bool:
-    return finding.figure is not None and finding.figure.counted and finding.value is not None
-
-
-def _value_of_arm(finding: Finding) -> Finding:
-    """Return a finding on the arm's own value instead of its ratio: a count, or the interval of the values per pair.
-
-    The other arm is irrelevant, because it may never reach the target.
-    """
-    figure = None
-    if _is_count(finding) and not finding.failed:
-        figure = Ratio(finding.value, None, None, 1, (finding.value,), counted=True)
-    elif finding.values and all(map(math.isfinite, finding.values)) and not finding.failed:
-        figure = as_ratio(mean_interval(finding.values), finding.values)
-    return replace(finding, figure=figure, has_verdict=True, at_least=None, at_most=None, behind_at=None)
-
-
-def _figure_text(goal: Goal, finding: Finding, run: Run | None) -> str:
-    """Return the measured figure of a goal as text; of a missing figure, the reason."""
-    if goal.measure in _WITHOUT_RUN:
-        return _text_without_run(goal, finding)
-    if goal.of_value:
-        return _value_text(goal, finding)
-    behind = (
-        "" if finding.behind_at is None else f"; the other arm came further, to {finding.behind_at:g} in more pairs"
+    said = {}
+    for name, arms in (("literal", (LITERAL,)), ("ours", OURS)):
+        statuses: dict[str, set[str]] = {}
+        for row in claims:
+            if row["arm"] in arms:
+                statuses.setdefault(f"{row['claim']} {row['source']}", set()).add(row["status"])
+        first = [next((s for s in (FAIL, NO_VERDICT, PASS) if s in found), "") for found in statuses.values()]
+        said[name] = {status: first.count(status) for status in (PASS, FAIL, NO_VERDICT)}
+    counts = ", ".join(f"{said['literal'][each]} {word}" for each, word in _WORDS.items())
+    sentence = (
+        f"Of the paper's {len(CLAIMS)} claims, by its own recipe (P1), where they can be compared: {counts}. By "
+        f"trimtab's plans: {said['ours'][PASS]} reached, {said['ours'][FAIL]} missed, {said['ours'][NO_VERDICT]} "
+        "without a verdict."
     )
-    if finding.figure is None:
-        of_pairs = f" to {finding.target:g}, n = {len(finding.values)}" if finding.said and finding.target else ""
-        return f"{finding.said}{of_pairs}{behind}"
-    shown = finding.figure.inverse if goal.measure == "time_to_target" else finding.figure
-    rung = "" if finding.target is None else f" to {finding.target:g}"
-    is_quality = goal.measure == "final_metric" and run is not None and bool(run.trained)
-    notes = (finding.said, f"after {run.trained}" if is_quality else "")
-    return f"{_ratio_text(shown, goal.unit)}{rung}{behind}{''.join(f'; {each}' for each in notes if each)}"
+    return {"kind": f"{said['literal'][PASS]} of {len(CLAIMS)} shown", "sentence": sentence}
 
 
-def _ratio_text(shown: Ratio, unit: str) -> str:
-    """Return a ratio with its interval as text, or the single pairs if there are too few for a verdict."""
-    if shown.low is None or shown.high is None:
-        return f"{shown.mean:.3f}{unit}"
-    if shown.n < MIN_PAIRS_FOR_VERDICT:
-        return f"pairs {', '.join(f'{pair:.3f}' for pair in shown.pairs)}{unit}"
-    mean, low, high = (f"{round(figure, 3) + 0.0:.3f}" for figure in (shown.mean, shown.low, shown.high))  # no -0.000
-    return f"{mean}{unit} (95% {low} to {high}, n = {shown.n})"
-
-
-def _value_text(goal: Goal, finding: Finding) -> str:
-    """Return the value of an arm as text: a count, the values of all pairs, or their mean with its interval."""
-    if finding.failed:
-        return finding.said
-    if _is_count(finding):
-        return f"{_number(finding.value)}{goal.unit}"
-    if not finding.values:
-        return finding.said
-    values = f"{', '.join(map(_number, finding.values))}{goal.unit}"
-    if len(finding.values) < MIN_PAIRS_FOR_VERDICT:
-        return f"{values}; {len(finding.values)} pairs: a verdict needs {MIN_PAIRS_FOR_VERDICT}"
-    if not all(map(math.isfinite, finding.values)):
-        return values
-    of = mean_interval(finding.values)
-    return f"{_number(of.mean)}{goal.unit} (95% {_number(of.low)} to {_number(of.high)}, n = {of.n})"
-
-
-def _number(value: float) -> str:
-    if not math.isfinite(value):
-        return "never"
-    return f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"
-
-
-def _text_without_run(goal: Goal, finding: Finding) -> str:
-    """Return the figure of a benchmark's row or of a prediction as text."""
-    figure = finding.figure
-    if figure is None:
-        return finding.said
-    if goal.measure == PREDICTED:
-        seconds = f"({finding.value:.3g} s a step for {finding.baseline:.3g})"
-        return f"{figure.mean:.3f}x the time {seconds}, {finding.said}; not measured"
-    interval = f"{figure.mean:.4f}x (95% {figure.low:.4f} to {figure.high:.4f}, n = {figure.n})"
-    if goal.measure == MONITOR:
-        return f"{finding.arm}: {interval}, bar {goal.bar + finding.resolution:.4f}"
-    return f"{interval} of a plan that changes {finding.part}"
+_WORDS = {PASS: "shown", FAIL: "missed", NO_VERDICT: "without a verdict"}

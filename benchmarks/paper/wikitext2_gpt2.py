@@ -10,7 +10,7 @@ import functools
 
 from benchmarks.paper.bpe import VOCAB_SIZE
 from benchmarks.paper.hand_tuned import muon_gpt, strong_gpt2
-from benchmarks.paper.recipes.paper import PaperLoop
+from benchmarks.paper.recipes.paper import paper
 from benchmarks.paper.wikitext2 import PERPLEXITY, example, load_wikitext2
 from trimtab.tasks.hand_tuned import FP32_REFERENCE, plain_adamw
 from trimtab.tasks.language_modelling import next_token_loss
@@ -53,7 +53,7 @@ task = Task(
     adapted_samples=ADAPTED_SAMPLES,
     strong=STRONG,
     muon=muon_gpt(STRONG, rate=6e-4),
-    baselines={"paper": PaperLoop},
+    baselines={"paper": paper},
     reference=FP32_REFERENCE,
     example=functools.partial(example, CONTEXT),
 )

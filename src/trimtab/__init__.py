@@ -24,9 +24,12 @@ if TYPE_CHECKING:
     from trimtab.checkpoint.config import Checkpoints
     from trimtab.distributed.process_group import process_group
     from trimtab.distributed.sharded_loader import shard
-    from trimtab.experiments.loop_comparison import ablate, compare, race
-    from trimtab.experiments.loop_result import LoopComparison
+    from trimtab.experiments.compare import ablate, compare, race
+    from trimtab.experiments.comparison import Comparison
     from trimtab.experiments.loops import Loop
+    from trimtab.experiments.phases import phases
+    from trimtab.experiments.subject import RunOptions
+    from trimtab.experiments.time_to_target import QualityMetric
     from trimtab.losses import Summed
     from trimtab.training.run import Run
     from trimtab.training.split_conditions import UnprovedSplitWarning
@@ -37,16 +40,18 @@ __all__ = [
     "Budget",
     "Checkpoints",
     "Choice",
+    "Comparison",
     "Effect",
     "Header",
     "Loop",
-    "LoopComparison",
     "Metering",
     "Objective",
     "Plan",
+    "QualityMetric",
     "RecordWriter",
     "Reference",
     "Run",
+    "RunOptions",
     "RunRecord",
     "Stop",
     "StopReason",
@@ -55,6 +60,7 @@ __all__ = [
     "ablate",
     "compare",
     "errors",
+    "phases",
     "plan",
     "process_group",
     "profile",
@@ -68,14 +74,17 @@ __all__ = [
 _LAZY = dict.fromkeys(("Metering", "plan", "profile", "start"), "trimtab.api") | {
     "Checkpoints": "trimtab.checkpoint.config",
     "Loop": "trimtab.experiments.loops",
-    "LoopComparison": "trimtab.experiments.loop_result",
+    "Comparison": "trimtab.experiments.comparison",
+    "QualityMetric": "trimtab.experiments.time_to_target",
     "Run": "trimtab.training.run",
+    "RunOptions": "trimtab.experiments.subject",
     "Summed": "trimtab.losses",
     "UnprovedSplitWarning": "trimtab.training.split_conditions",
-    "ablate": "trimtab.experiments.loop_comparison",
-    "compare": "trimtab.experiments.loop_comparison",
+    "ablate": "trimtab.experiments.compare",
+    "compare": "trimtab.experiments.compare",
+    "phases": "trimtab.experiments.phases",
     "process_group": "trimtab.distributed.process_group",
-    "race": "trimtab.experiments.loop_comparison",
+    "race": "trimtab.experiments.compare",
     "shard": "trimtab.distributed.sharded_loader",
 }
 

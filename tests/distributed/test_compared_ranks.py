@@ -10,12 +10,12 @@ import pytest
 from raising import raises
 from ranks import Ended, run_command
 
+import trimtab
 from trimtab.core.errors import FormatError
-from trimtab.core.record import read_record
-from trimtab.core.serialization import read_json, to_json
-from trimtab.experiments import gain_timing
-from trimtab.experiments.comparison.compare import CompareOptions, compare
-from trimtab.experiments.comparison.comparison_result import Comparison
+from trimtab.core.serialization import to_json
+from trimtab.experiments import result_table
+from trimtab.experiments.comparison import Comparison
+from trimtab.experiments.subject import RunOptions
 from trimtab.plans.plan import Plan
 from trimtab.tasks import load_task
 
@@ -23,11 +23,6 @@ pytestmark = pytest.mark.slow
 
 TASKS = Path(__file__).parents[1] / "unit" / "experiments"
 SOURCE = Path(__file__).parents[2] / "src"
-SHORT = """
-from trimtab.experiments import gain_timing
-
-gain_timing._LAP_S = 0.01
-"""
 FAULTY = """
 import inspect, os
 from dataclasses import replace
@@ -48,7 +43,7 @@ def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("compared")
     for name in ("tiny_task", "smooth_task"):
         text = (TASKS / f"{name}.py").read_text().replace("tiny_task", "ranked_tiny_task")
-        (folder / f"ranked_{name}.py").write_text(text + SHORT)
+        (folder / f"ranked_{name}.py").write_text(text)
     return folder
 
 
@@ -64,62 +59,51 @@ def written(folder: Path, name: str, **values) -> Path:
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.glob("race-*/*")}
+    return {path.name: path.read_bytes() for path in folder.glob("pair-*.json")}
 
 
 def test_two_ranks_compare_and_go_on_where_they_were_cut_off(folder, monkeypatch):
     """The plan shards the model: training and evaluation are collectives. All arms end as one process does."""
-    monkeypatch.setattr(gain_timing, "_LAP_S", gain_timing._LAP_S)  # which the task changes in this process too
     monkeypatch.syspath_prepend(folder)
     monkeypatch.chdir(folder)
     plan = written(folder, "sharded.json", batch_size=16, micro_batch=8, num_ranks=2, zero_stage=3)
-    done = run(folder, "ranked_smooth_task:task", "--pairs", 1, "--plan", plan, "--out", "out", "--json")
+    given = ("ranked_smooth_task:task", "--to-end", "--plan", plan, "--out", "out")
+    done = run(folder, *given, "--pairs", 1, "--json")
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("\n") == 1
-    rows = json.loads(done.stdout)
-    assert rows["environment"]["ranks"] == "2"
+    rows = json.loads(done.stdout)["rows"]
+    assert {row["metric"] for row in rows} >= {"throughput_ratio", "peak_memory_ratio", "final_metric_difference"}
 
     out = folder / "out"
-    found = read_json(Comparison, out / "report.json")
-    assert (found.num_ranks, found.num_pairs) == (2, 1)
-    assert [arm.name for arm in found.arms] == ["reference", "self", "equivalent_plan"]
-    assert not any(arm.error for arm in found.arms)
-    assert found.arm("reference").source == "experiments/baselines/replica.py"
-    reference, control, planned = (found.arm(name).final_metric for name in ("reference", "self", "equivalent_plan"))
-    assert reference == control
-    assert planned == pytest.approx(reference, rel=1e-5)
-    metrics = {(row.arm, row.metric) for row in found.ratios}
-    assert metrics >= {
-        ("equivalent_plan", "throughput"),
-        ("equivalent_plan", "peak_memory"),
-        ("equivalent_plan", "final_metric_difference"),
-    }
-    assert "on 2 ranks; the reference is the loop in DistributedDataParallel" in found.headline.sentence
-    page = (out / "report.md").read_text()
-    assert "on 2 ranks" in page
-    assert "DistributedDataParallel" in page
-    record = read_record(out / "race-0" / "equivalent_plan.jsonl")
+    found = Comparison.load(out / "result.json")
+    assert (found.num_ranks, found.num_pairs, found.arms) == (2, 1, ("baseline", "plan"))
+    assert not found.failures
     task = load_task("ranked_smooth_task:task")
-    assert record.end.detail["rows"] == task.budget_samples
-    assert [each.samples for each in record.evaluations] == [task.eval_every_samples * i for i in range(1, 6)]
+    ends = {}
+    for arm in ("baseline", result_table.CONTROL, "plan"):
+        points = result_table.evaluations(found.table, arm, "entropy", 0)
+        assert [point.samples for point in points] == [task.eval_every_samples * i for i in range(1, 6)]
+        ends[arm] = points[-1].value
+    assert ends["baseline"] == ends[result_table.CONTROL]
+    assert ends["plan"] == pytest.approx(ends["baseline"], rel=1e-5)
+    assert "DistributedDataParallel" in (out / "report.html").read_text()
 
-    settings = CompareOptions(num_pairs=1, adapt=(), peers=False)
-    alone = compare(task, folder / "alone", settings, command="", plan=Plan.fixed(32))
-    assert alone.num_ranks == 1
-    assert alone.arm("reference").final_metric[0] == pytest.approx(reference[0], rel=1e-5)
+    alone = trimtab.compare(task, plan=Plan.fixed(32), options=RunOptions(pairs=1, to_end=True))
+    (end,) = result_table.final_values(alone.table, "baseline")["entropy"].values()
+    assert end == pytest.approx(ends["baseline"], rel=1e-5)
 
     before = contents(out)
-    again = run(folder, "ranked_smooth_task:task", "--pairs", 2, "--plan", plan, "--out", "out")
+    again = run(folder, *given, "--pairs", 2)
     assert again.returncode == 0, again.stderr
     assert again.stdout.count("report: out/report.html") == 1
-    found = read_json(Comparison, out / "report.json")
+    found = Comparison.load(out / "result.json")
     assert found.num_pairs == 2
-    assert any(note.startswith("1 of 2 paired runs were completed by an earlier call") for note in found.notes)
+    assert any(note.startswith("1 of 2 pairs were read") for note in found.notes)
     after = contents(out)
     assert {name: after[name] for name in before} == before
 
     with raises(FormatError, code="folder.settings_differ"):
-        compare(task, out, settings, command="", plan=Plan.fixed(32))
+        trimtab.compare(task, plan=Plan.fixed(32), options=RunOptions(pairs=1, to_end=True, out=out))
 
 
 @pytest.mark.parametrize(
@@ -130,7 +114,7 @@ def test_two_ranks_compare_and_go_on_where_they_were_cut_off(folder, monkeypatch
 def test_a_rank_that_fails_ends_the_comparison_with_one_reason(folder, where):
     (folder / "faulty.py").write_text(FAULTY.replace("WHERE", where))
     plan = written(folder, "replica.json", batch_size=16, num_ranks=2, zero_stage=0)
-    done = run(folder, "faulty:task", "--pairs", 1, "--plan", plan, "--out", f"faulty-{where[0]}")
+    done = run(folder, "faulty:task", "--pairs", 1, "--steps", 6, "--plan", plan, "--out", f"faulty-{where[0]}")
     assert done.returncode == 1
     assert done.stderr.count("a bad batch") == 1, done.stderr
     assert "Traceback" not in done.stderr

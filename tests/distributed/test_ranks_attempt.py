@@ -17,13 +17,14 @@ RANK = """
     from tiny_task import task
     from trimtab.core.errors import RankError
     from trimtab.distributed import process_group, host_gather
-    from trimtab.experiments.paired_runs import inspect_arm
-    from trimtab.experiments.comparison_context import comparison_ranks
-    from trimtab.experiments.baselines.replica import ReplicaLoop
+    from trimtab.experiments import loop_setup, loops, paired_run
+    from trimtab.experiments.paired_run import Arm, measure_step
+    from trimtab.experiments.task_loops import TaskLoops
+    from trimtab.experiments.task_ranks import job_ranks
 
     host_gather._ANSWER_S = 1.0
     process_group.TIMEOUT_S = 8.0
-    its_count = inspect_arm.count_flops
+    its_count = paired_run.count_flops
 
     def count(step):
         if case == "all" or (rank and case == "before"):
@@ -35,16 +36,17 @@ RANK = """
             raise RankError("rank", problem="A rank ended.", hint="Look at its log.")
         return found
 
-    inspect_arm.count_flops = count
+    paired_run.count_flops = count
     found = {}
     try:
-        with comparison_ranks() as ranks:
-            facts = inspect_arm.measure_arm(ReplicaLoop, task, task.load_data(), torch.device("cpu"), ranks)
-            found["flops"] = facts.flops_per_sample
+        with job_ranks() as ranks:
+            arm = Arm("baseline", lambda seed: loop_setup.build(TaskLoops(task).setup, seed), loops.plain_steps)
+            rows = measure_step(arm, is_baseline=True, failures={}, together=ranks)
+            found["flops"] = next((row.value for row in rows if row.metric == "flops_per_sample"), None)
             found["after"] = ranks.each(rank)
     except Exception as error:
         found["error"], found["ranks"] = f"{type(error).__name__}: {error}", getattr(error, "ranks", None)
-    inspect_arm.count_flops = its_count
+    paired_run.count_flops = its_count
     if case == "before":  # the other rank waits inside a collective, until this one ends
         (folder / f"rank-{rank}.json").write_text(json.dumps(found))
         os._exit(0)
@@ -71,7 +73,7 @@ def test_a_count_that_fails_on_any_is_told_by_none_and_all_go_on(found, case):
 
 def test_a_rank_that_fails_where_the_others_wait_for_it_ends_all_by_its_reason(found):
     one, other = found["before"]
-    assert other["error"] == "ValueError: too much for rank 1"
+    assert "ValueError: too much for rank 1" in other["error"]
     assert one["error"].startswith("RankError")
     assert one["ranks"] == [1]
     assert "ValueError: too much for rank 1" in one["error"]

@@ -8,51 +8,51 @@ import pytest
 from ranks import run_cases
 
 from trimtab.core.serialization import read_json
-from trimtab.core.step_phases import TimedGain
-from trimtab.experiments.phase_attribution import bound_seconds
-from trimtab.experiments.phase_result import PhaseResult
+from trimtab.experiments.phase_result import PhaseResult, bound_seconds
 
 TASKS = Path(__file__).parents[1] / "unit" / "experiments"
 RANK = """
     os.environ.update(RANK=str(rank), WORLD_SIZE="2", LOCAL_RANK=str(rank))
+    sys.path.insert(0, case)
+    from tiny_task import task
+    import trimtab
     from trimtab.core.serialization import to_json
     from trimtab.plans.plan import Plan
-    from trimtab.experiments.phases_command import PhasesRequest, phases_of
-    for stage in (0, 3):
-        plan = folder / f"plan-{rank}-{stage}.json"
-        plan.write_text(to_json(Plan.fixed(batch_size=16, micro_batch=8, num_ranks=2, zero_stage=stage)))
-        result = phases_of(PhasesRequest((f"{case}/tiny_task.py:task",), plan=plan, rounds=2, ranks=2))
-        assert (result is None) == bool(rank)
-        if result is not None:
-            (folder / f"found-{stage}.json").write_text(to_json(result))
+    from trimtab.experiments.subject import RunOptions
+    from trimtab.experiments.task_ranks import job_ranks
+    with job_ranks() as ranks:
+        for stage in (0, 3):
+            plan = Plan.fixed(batch_size=16, micro_batch=8, num_ranks=2, zero_stage=stage)
+            result = trimtab.phases(task, plan=plan, rounds=2, options=RunOptions(together=ranks))
+            (folder / f"found-{stage}-{rank}.json").write_text(to_json(result))
 """
 
 
 @pytest.fixture(scope="module")
-def gains(tmp_path_factory) -> dict[int, TimedGain]:
+def gains(tmp_path_factory) -> dict[int, PhaseResult]:
     """What rank 0 found of a plan for replicas, and of one that shares parameters out."""
     folder = tmp_path_factory.mktemp("phases")
     run_cases(RANK, folder, str(TASKS))
-    return {stage: read_json(PhaseResult, folder / f"0/found-{stage}.json").gains[0] for stage in (0, 3)}
+    return {stage: read_json(PhaseResult, folder / f"0/found-{stage}-0.json") for stage in (0, 3)}
 
 
 def test_ranks_wait_for_one_another_in_both_loops(gains):
     for gain in gains.values():
         assert gain.num_ranks == 2
-        for arm in (gain.reference, gain.plan):
-            assert arm.mean_s("communication") > 0
-            assert bound_seconds(arm)["communication-bound"] == pytest.approx(arm.mean_s("communication"))
+        for arm in ("baseline", "plan"):
+            waiting = gain.seconds(arm, "phase:communication")
+            assert sum(waiting) > 0
+            assert bound_seconds(gain, arm)["communication-bound"] == pytest.approx(sum(waiting) / len(waiting))
 
 
-def test_roofs_of_replicas_are_of_a_ranks_share(gains):
-    """Sixteen rows of the tiny network's first layer and the others, forward."""
-    assert gains[0].reference.roofs["forward"].flops == 2 * 16 * (16 * 64 + 64 * 64 + 64 * 4)
-    assert gains[0].plan.roofs["forward"].flops == gains[0].reference.roofs["forward"].flops
-    assert gains[0].plan.notes == ()
+def test_roofs_of_replicas_are_of_a_sample(gains):
+    rooflines = [gains[0].table.value("roof:compute:forward", arm) for arm in ("baseline", "plan")]
+    assert rooflines[0] == pytest.approx(rooflines[1])
+    assert "plan" not in gains[0].notes
 
 
 def test_of_shards_it_is_said_what_is_not_told(gains):
-    assert gains[3].plan.roofs == {}
-    (note,) = gains[3].plan.notes
+    assert gains[3].table.value("roof:compute:forward", "plan") is None
+    (note,) = gains[3].notes["plan"]
     assert "parameters are sharded" in note
-    assert gains[3].reference.roofs
+    assert gains[3].table.value("roof:compute:forward", "baseline") is not None

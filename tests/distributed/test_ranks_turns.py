@@ -7,7 +7,7 @@ from ranks import run_cases
 
 RANK = """
     from trimtab.distributed.process_group import limited_to
-    from trimtab.experiments.comparison_context import comparison_ranks
+    from trimtab.experiments.task_ranks import job_ranks
 
 
     def load():
@@ -19,7 +19,7 @@ RANK = """
 
     found, start = {}, time.monotonic()
     try:
-        with limited_to(0.8 if case == "long" else 30.0), comparison_ranks() as ranks:
+        with limited_to(0.8 if case == "long" else 30.0), job_ranks() as ranks:
             found["made"] = [ranks.in_turn(load), ranks.in_turn(lambda: 5)]
             found["each"] = ranks.each(rank)
     except Exception as error:

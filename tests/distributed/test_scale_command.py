@@ -10,23 +10,17 @@ import pytest
 from ranks import Ended, run_command, run_torchrun
 
 from trimtab import cli
-from trimtab.core.serialization import to_json
-from trimtab.distributed.plan_on_ranks import BroadcastPlan
-from trimtab.experiments.scaling.scaling_job import Bench
+from trimtab.core.serialization import read_json, to_json
+from trimtab.experiments.scale import PlanOfJob
+from trimtab.experiments.scaling import Scaling
 from trimtab.plans.plan import Plan
 
 pytestmark = pytest.mark.slow
 
 TINY_TASK = Path(__file__).parents[1] / "unit" / "experiments" / "tiny_task.py"
 WHICH = ["--ranks=2", "--rounds=1"]
-HOW = ["tiny:task", "--quick", "--scaling=weak,strong", "--adapt=batch", "--out=table", "--json"]
+HOW = ["tiny:task", "--quick", "--scaling=weak,strong", "--out=table", "--json"]
 ARGUMENTS = [*HOW, *WHICH]
-# No speed is looked at here; as many windows as the slowest rank's seconds say are run by `test_scale_shards.py`.
-FEWEST_WINDOWS = """
-from trimtab.experiments.scaling import scaling_job
-
-scaling_job.Bench._windows_of = lambda self, loop: scaling_job._MIN_WINDOWS
-"""
 
 
 @pytest.fixture
@@ -34,7 +28,6 @@ def here(folder, monkeypatch, capsys):
     """Run the command in this process, as one that starts no ranks may be: torch is imported already."""
     monkeypatch.chdir(folder)
     monkeypatch.syspath_prepend(str(folder))
-    monkeypatch.setattr(Bench, "_windows_of", Bench._windows_of)  # which the task changes in this process too
 
     def run_here(*arguments: str) -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "argv", ["trimtab", "scale", *arguments])
@@ -53,10 +46,14 @@ def here(folder, monkeypatch, capsys):
 def folder(tmp_path_factory):
     """Return where one table was made, of plans that need not be measured."""
     made = tmp_path_factory.mktemp("scale")
-    (made / "tiny.py").write_text(TINY_TASK.read_text() + FEWEST_WINDOWS)
+    (made / "tiny.py").write_text(TINY_TASK.read_text())
     (made / "table").mkdir()
-    for rows in (32, 16):
-        (made / "table" / f"plan-{rows}.json").write_text(to_json(BroadcastPlan(Plan.fixed(rows))))
+    for mode, ranks, plan in (
+        ("weak", 1, Plan.fixed(32)),
+        ("weak", 2, Plan.fixed(32, num_ranks=2, zero_stage=0)),
+        ("strong", 2, Plan.fixed(16, num_ranks=2, zero_stage=0)),
+    ):
+        (made / "table" / f"plan-{mode}-{ranks}.json").write_text(to_json(PlanOfJob(plan)))
     found = run_command(made, "scale", *ARGUMENTS, forked_ranks=3)
     assert found.returncode == 0, found.stderr
     (made / "printed.json").write_text(found.stdout)
@@ -66,16 +63,20 @@ def folder(tmp_path_factory):
 def test_every_recipe_has_a_row_of_each_number_of_ranks(folder):
     rows = json.loads((folder / "printed.json").read_text())["rows"]
     of = {(row["recipe"], row["ranks"], row["scaling"]): row for row in rows}
-    for recipe in ("baseline", "self", "plan", "plan_batch"):
+    for recipe in ("baseline", "self", "plan"):
         assert {(recipe, 1, "weak"), (recipe, 2, "weak"), (recipe, 2, "strong")} <= of.keys()
         assert of[recipe, 1, "weak"]["mean"] is None
         assert of[recipe, 2, "weak"]["pairs"] == pytest.approx([of[recipe, 2, "weak"]["mean"]])
         assert of[recipe, 2, "weak"]["samples_per_s"] > 0
-    assert of["baseline", 2, "weak"]["effective_batch"] == of["plan", 2, "weak"]["effective_batch"] == 64
-    assert of["baseline", 2, "strong"]["effective_batch"] == of["plan", 1, "weak"]["effective_batch"] == 32
-    assert of["plan_batch", 2, "weak"]["effective_batch"] >= 64
     assert of["plan", 2, "weak"]["waiting_share"] is not None
-    assert "stage 0" in of["plan", 2, "weak"]["says"]
+    table = read_json(Scaling, folder / "table" / "scaling.json")
+    samples = {
+        (job.ranks, mode): {row.value % 64 for row in found.select("samples", "plan") if row.round}
+        for job in table.jobs
+        for mode, found in job.tables.items()
+    }
+    assert samples[2, "weak"] == {0}  # Each rank has the task's batch of 32.
+    assert samples.keys() == {(1, "weak"), (2, "weak"), (2, "strong")}
 
 
 def test_what_the_folder_holds_is_not_timed_again(folder, here):
@@ -91,7 +92,7 @@ def test_what_the_folder_holds_is_not_timed_again(folder, here):
 def test_another_table_is_not_made_in_the_same_folder(here):
     code, _, err = here("tiny:task", "--rounds", "1", "--scaling", "weak", "--out", "table")
     assert code == 1
-    assert "different settings: scaling." in err
+    assert "different settings: modes, steps." in err
     assert "[folder.settings_differ]" in err
 
 

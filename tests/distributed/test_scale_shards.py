@@ -14,7 +14,7 @@ from ranks import Ended, run_torchrun
 from wide_task import WIDE, least_of
 
 from trimtab.core.serialization import to_json
-from trimtab.experiments.scaling.scaling_job import JobPlan
+from trimtab.experiments.scale import PlanOfJob
 from trimtab.plans.plan import Plan
 
 pytestmark = pytest.mark.slow
@@ -56,8 +56,8 @@ def printed(done: subprocess.CompletedProcess[str] | Ended) -> dict[tuple[str, i
 
 def test_each_number_of_ranks_chooses_its_stage_within_the_limit_or_says_that_there_is_none(folder):
     (folder / "table").mkdir()
-    (folder / "table" / "plan-32-1.json").write_text(
-        to_json(JobPlan(None, "4 MiB over it"))
+    (folder / "table" / "plan-weak-1.json").write_text(
+        to_json(PlanOfJob(None, "4 MiB over it"))
     )  # as an earlier round has it
     limit = (least_of(0) + min(least_of(stage) for stage in (1, 2, 3))) // 2
     of = printed(run(folder, "scale", "wide:task", *SHORT, "--ranks=2", "--rounds=1", f"--memory={limit}B"))
@@ -67,7 +67,11 @@ def test_each_number_of_ranks_chooses_its_stage_within_the_limit_or_says_that_th
     assert of["plan", 2]["peak_bytes"] == pytest.approx(plan["predicted_bytes"], rel=0.3)
     assert of["plan", 2]["peak_bytes"] < of["baseline", 2]["peak_bytes"]
     assert of["plan", 2]["samples_per_s"] > 0
-    assert (of["plan", 1]["refused"], of["plan", 1]["n"], of["plan", 2]["mean"]) == ("4 MiB over it", 0, None)
+    assert (of["plan", 1]["refused"], of["plan", 1]["n"], of["plan", 2]["mean"]) == (
+        "no plan meets the limit: 4 MiB over it",
+        0,
+        None,
+    )
     assert of["baseline", 2]["mean"] > 0
     assert {each.name for each in folder.glob("ended-*")} == {"ended-launcher", "ended-0"}  # 0: of the job of one rank
 

@@ -14,7 +14,6 @@ import torch
 from raising import raises
 
 import trimtab
-from benchmarks.paper.results import of_record, read_runs
 from trimtab.checkpoint.atomic_directory import NAME, TREE, FileEntry, Manifest, encoded, manifest_of
 from trimtab.checkpoint.batch_size_log import BatchSizeLog, _summed
 from trimtab.checkpoint.run_lock import LockHolder
@@ -22,10 +21,8 @@ from trimtab.checkpoint.state_files import read_state, write_state
 from trimtab.core.errors import FormatError, TrimtabError, UsageError
 from trimtab.core.record import Header, RecordWriter, StepRecord, read_record
 from trimtab.core.serialization import read_json, to_jsonable
-from trimtab.experiments.report.run_page import run_page
-from trimtab.experiments.results import read_result
-from trimtab.experiments.settings_file import NAME as SETTINGS
-from trimtab.experiments.settings_file import read_settings
+from trimtab.experiments.results import SETTINGS, read_result, read_settings
+from trimtab.experiments.run_page import run_page
 from trimtab.plans.plan import Plan
 from trimtab.plans.profile import Profile
 from trimtab.training.hooks import WindowDecision
@@ -47,7 +44,6 @@ READERS = {
     "profile": lambda path: read_json(Profile, path),
     "record": read_record,
     "result": read_result,
-    "result of an evaluation": lambda path: read_runs([path]),
     "settings of a comparison": in_folder(SETTINGS, read_settings),
     "decisions": lambda path: BatchSizeLog(path, "a plan", writes=False).follow(path),
     "manifest": in_folder(NAME, manifest_of),
@@ -258,7 +254,6 @@ def used(kind: str, path: Path) -> None:
         trimtab.start(model, torch.optim.SGD(model.parameters(), lr=0.1), plan, total_samples=80).close()
     else:
         run_page(read_record(path))
-        of_record("it", read_record(path))
 
 
 @pytest.mark.parametrize("kind", ["plan", "record"])

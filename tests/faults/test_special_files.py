@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.paper.results import read_runs
 from benchmarks.paper.sources import sha256_file
 from trimtab.carbon.intensity import of_csv
 from trimtab.carbon.services import CsvIntensity
@@ -19,9 +18,7 @@ from trimtab.core import files
 from trimtab.core.errors import FormatError, TrimtabError
 from trimtab.core.record import Header, RecordWriter, read_header, read_record, require_own
 from trimtab.core.serialization import read_json
-from trimtab.experiments.results import read_result
-from trimtab.experiments.settings_file import NAME as SETTINGS
-from trimtab.experiments.settings_file import read_settings
+from trimtab.experiments.results import SETTINGS, read_result, read_settings
 from trimtab.plans.plan import Plan
 from trimtab.plans.profile import Profile
 from trimtab.tasks import load_task
@@ -32,8 +29,7 @@ READERS = {
     "record": read_record,
     "header": read_header,
     "result": read_result,
-    "result of an evaluation": lambda path: read_runs([path]),
-    "record among results": lambda path: read_runs([path.rename(path.with_suffix(".jsonl"))]),
+    "record among results": lambda path: read_result(path.rename(path.with_suffix(".jsonl"))),
     "carbon": lambda path: CsvIntensity(path, "average").forecast(0.0),
     "a data set's file": sha256_file,
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,10 +14,10 @@ from torch import nn
 
 import trimtab
 from trimtab.adaptive_batch.noise_probes import OverheadBudget
-from trimtab.experiments.baselines.loop import hold_strict_fp32
-from trimtab.experiments.paired_runs.instrumented_loop import StepClock
+from trimtab.experiments.step_clock import StepClock
 from trimtab.losses import Summed
 from trimtab.plans.plan import Plan
+from trimtab.state import process_state
 from trimtab.state.loop_state import LoopState
 from trimtab.state.peak_memory import peak_bytes, unused_bytes
 
@@ -41,7 +42,9 @@ def test_a_run_matches_the_plain_autocast_loop(precision: str, layout: str, requ
     model, optimizer, batch = make()
     if precision == "fp32":  # Adam's first steps are of one length: rounding would show in the sign of what is small
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
-        request.addfinalizer(hold_strict_fp32())
+        for place in process_state.fp32_places():
+            request.addfinalizer(partial(setattr, place, "fp32_precision", place.fp32_precision))
+            place.fp32_precision = "ieee"
     plain = copy.deepcopy(model)
     plain_optimizer = type(optimizer)(plain.parameters(), lr=optimizer.param_groups[0]["lr"])
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision)

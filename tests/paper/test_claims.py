@@ -10,44 +10,15 @@ from dataclasses import replace
 
 import pytest
 import race_records
-from measured_runs import CPU, GAIN, GPU, NOISE, ablation, around, comparison, counted, gain, on, recorded, scaled
-from raising import raises
-
-from benchmarks.paper import arithmetic
-from benchmarks.paper import judge as judging
-from benchmarks.paper.claims import (
-    ABOUT,
-    CLAIMS,
-    COMPONENTS,
-    LEAST,
-    MAIN_TABLES,
-    MOST,
-    RANKS,
-    WITHIN,
-)
 from benchmarks.paper.finding import Finding
 from benchmarks.paper.findings import of_ablation, of_comparison, of_scaling
-from benchmarks.paper.judge import (
-    FAIL,
-    NO_VERDICT,
-    NOT_COMPARABLE,
-    NOT_MEASURED,
-    PASS,
-    judge,
-    met,
-    nearest,
-    status_of,
-)
 from benchmarks.paper.machines import letters, sameness
 from benchmarks.paper.report import main, write_evaluation
 from benchmarks.paper.results import of_record, read_runs
 from benchmarks.paper.rows import evaluation_object
 from benchmarks.paper.tables import claim_table, gain_table
-from trimtab.core.energy_reading import OTHER_RANKS, MeterFacts, Provenance
-from trimtab.core.errors import FormatError, ValueGivenError
-from trimtab.core.hardware import DeviceSpec
-from trimtab.core.record import End, Evaluation, Header, RunRecord, StepRecord, write_record
-from trimtab.core.serialization import to_json, to_jsonable
+from measured_runs import CPU, GAIN, GPU, NOISE, ablation, around, comparison, counted, gain, on, recorded, scaled
+from raising import raises
 from trimtab.core.step_phases import ArmPhases, TimedGain, TimedRound
 from trimtab.experiments.ablation.ablation_result import AblatedArm, ChangeEffect, ChangeTime
 from trimtab.experiments.comparison.comparison_result import (
@@ -61,6 +32,35 @@ from trimtab.experiments.comparison.comparison_result import (
 )
 from trimtab.experiments.comparison.time_to_target import target_row
 from trimtab.experiments.comparison.verdicts import non_inferiority
+
+from benchmarks.paper import arithmetic
+from benchmarks.paper import judge as judging
+from benchmarks.paper.claims import (
+    ABOUT,
+    CLAIMS,
+    COMPONENTS,
+    LEAST,
+    MAIN_TABLES,
+    MOST,
+    RANKS,
+    WITHIN,
+)
+from benchmarks.paper.judge import (
+    FAIL,
+    NO_VERDICT,
+    NOT_COMPARABLE,
+    NOT_MEASURED,
+    PASS,
+    judge,
+    met,
+    nearest,
+    status_of,
+)
+from trimtab.core.energy_reading import OTHER_RANKS, MeterFacts, Provenance
+from trimtab.core.errors import FormatError, ValueGivenError
+from trimtab.core.hardware import DeviceSpec
+from trimtab.core.record import End, Evaluation, Header, RunRecord, StepRecord, write_record
+from trimtab.core.serialization import to_json, to_jsonable
 from trimtab.experiments.phase_result import PhaseResult
 from trimtab.experiments.results import KINDS
 from trimtab.planner.statistics import Interval

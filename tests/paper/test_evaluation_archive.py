@@ -11,11 +11,11 @@ import tarfile
 from pathlib import Path
 
 import pytest
+from benchmarks.paper.evaluation_archive import archive_of, summary_of, unpack_all
 from raising import raises
 
 from benchmarks.paper import evaluation, evaluation_record
 from benchmarks.paper import evaluation_archive as archive
-from benchmarks.paper.evaluation_archive import archive_of, summary_of, unpack_all
 from benchmarks.paper.evaluation_slices import Ran, slices
 from trimtab.core.errors import FormatError
 from trimtab.core.serialization import to_json

@@ -18,19 +18,21 @@ from pathlib import Path
 import pytest
 import torch
 import typer
+from benchmarks.paper.evaluation_archive import archive_of, folder_of, pack, unpack_all, unpacked
+from benchmarks.paper.findings import of_comparison
 from call_counts import OutOfReach
 from measured_runs import CPU, GAIN, ablation, arm, around, comparison, scaled
 from raising import raises
 from torch.nn import functional as F
+from trimtab.experiments.ablation.ablation_design import changes_of
+from trimtab.experiments.comparison.comparison_result import RatioRow
 
 from benchmarks import advice_figures, evaluation_figures
 from benchmarks.paper import evaluation, goals, results
 from benchmarks.paper import evaluation_gpu_tasks as timed
 from benchmarks.paper import evaluation_slices as listed
 from benchmarks.paper.claims import IMAGES, TOKENS
-from benchmarks.paper.evaluation_archive import archive_of, folder_of, pack, unpack_all, unpacked
 from benchmarks.paper.evaluation_slices import Ran
-from benchmarks.paper.findings import of_comparison
 from benchmarks.paper.judge import judge_goals
 from benchmarks.paper.resnet50 import bottleneck_resnet
 from benchmarks.paper.tasks import load_task
@@ -40,8 +42,6 @@ from trimtab.core.choice import MeasuredCost
 from trimtab.core.errors import FormatError, ValueGivenError
 from trimtab.core.recompute_schedule import schedule_of
 from trimtab.core.serialization import read_json, to_json
-from trimtab.experiments.ablation.ablation_design import changes_of
-from trimtab.experiments.comparison.comparison_result import RatioRow
 from trimtab.experiments.task_plans import require_fits
 from trimtab.experiments.task_ranks import task_of_rank
 from trimtab.losses import Summed

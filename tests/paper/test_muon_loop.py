@@ -9,12 +9,12 @@ import torch
 from raising import raises
 from recipe_tasks import CPU, ROWS, batches, gpt, make_task, mlp, sgd, token_loss, weights
 from torch.nn import functional as F
+from trimtab.experiments.baselines.strong import StrongLoop, factor_at
+from trimtab.experiments.paired_runs.plan_loops import TunedRecipePlanLoop
 
 from benchmarks.paper.hand_tuned import MUON_RATE, muon_gpt
 from trimtab.core.batch_rule import warmup_cosine, warmup_linear
 from trimtab.core.errors import ValueGivenError
-from trimtab.experiments.baselines.strong import StrongLoop, factor_at
-from trimtab.experiments.paired_runs.plan_loops import TunedRecipePlanLoop
 from trimtab.plans.plan import Plan
 from trimtab.tasks import StrongRecipe
 

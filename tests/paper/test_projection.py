@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 from measured_runs import gain
+from trimtab.experiments.comparison.gain_rows import gain_rows
 
 from benchmarks.paper.projection import (
     doubling_months,
@@ -19,7 +20,6 @@ from benchmarks.paper.projection import (
     with_doubling,
 )
 from trimtab.core.errors import ValueGivenError
-from trimtab.experiments.comparison.gain_rows import gain_rows
 
 
 def test_net_speedup_of_the_papers_figures():

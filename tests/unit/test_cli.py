@@ -22,7 +22,7 @@ import pytest
 from raising import raises
 from saving import forge
 
-from trimtab import cli
+from trimtab import api, cli
 from trimtab.api import profile
 from trimtab.cli.options import settings_to_adapt
 from trimtab.core.errors import ValueGivenError
@@ -32,9 +32,8 @@ from trimtab.distributed.deepspeed_backend import config_of
 from trimtab.distributed.zero_stage_inputs import traces_of_ranks
 from trimtab.energy import meter_selection
 from trimtab.energy.energy_meter import NoMeter
-from trimtab.experiments import gain_timing, progress_bar, rank_plan_output, task_plans
-from trimtab.experiments.comparison.comparison_result import Comparison
-from trimtab.experiments.paired_runs import paired_run
+from trimtab.experiments import paired_run, phases, progress_bar, rank_plan_output
+from trimtab.experiments.comparison import Comparison
 from trimtab.experiments.phase_result import PhaseResult
 from trimtab.measure import machine
 from trimtab.planner.rank_profile import WAYS, RankPeakMemory, Way
@@ -109,9 +108,9 @@ def trimtab(monkeypatch, capsys, tmp_path, traced_once, profiled_once):
     monkeypatch.chdir(tmp_path)
     brief.shorten(monkeypatch.setattr)
     monkeypatch.setattr(rank_plan_output, "traces_of_ranks", traced_once)
-    monkeypatch.setattr(task_plans, "profile", profiled_once)
+    monkeypatch.setattr(api, "profile", profiled_once)
     monkeypatch.setattr(paired_run, "_BLOCK_S", 0.02)
-    monkeypatch.setattr(gain_timing, "_LAP_S", 0.005)
+    monkeypatch.setattr(phases, "_LAP_S", 0.005)
     monkeypatch.setattr(meter_selection, "rapl", lambda root: NoMeter("none that tests read"))
 
     def run(line: str) -> Done:
@@ -472,12 +471,6 @@ def test_what_is_to_be_typed_next_names_a_file_in_any_folder(trimtab):
     assert 'name="task"' in text
 
 
-def test_what_the_next_command_lacks_is_said_where_a_task_is_begun(trimtab, monkeypatch):
-    assert "pip install" not in trimtab("init with_it.py").out
-    monkeypatch.setattr(sys.modules["trimtab.cli.main"], "find_spec", lambda name: None)
-    assert "pip install 'trimtab[report]'" in trimtab("init without_it.py").out
-
-
 def test_training_makes_its_own_plan(trimtab):
     done = trimtab("train tiny:task --steps 4 --adapt learning-rate,batch --json").succeeded()
     assert done.json["steps"] == 4
@@ -535,34 +528,31 @@ def test_a_diverged_run_is_still_one_json_object(trimtab, tmp_path):
     assert (refused.code, refused.out) == (1, "")
 
 
-REPORT = {"report.json", "report.html", "report.md"}
+RESULT = {"report.html", "result.json"}
 
 
 @pytest.mark.slow
 def test_a_comparison_and_its_report(trimtab, tmp_path):
-    line = "compare tiny.py:task --quick --pairs 2 --adapt none --out out"
+    line = "compare tiny.py:task --steps 6 --pairs 2 --out out"
     found = trimtab(f"{line} --json").succeeded().json
     assert (found["schema"], found["name"]) == (1, "compare")
-    assert {row["metric"] for row in found["rows"]} >= {"throughput_ratio", "time_to_target_ratio", "planning_s"}
-    saved = read_json(Comparison, tmp_path / "out" / "report.json")
+    metrics = {row["metric"] for row in found["rows"]}
+    assert metrics >= {"throughput_ratio", "peak_memory_ratio", "final_metric", "planning_s"}
+    saved = Comparison.load(tmp_path / "out" / "result.json")
     assert saved.num_pairs == 2
     assert saved.command == f"trimtab {line} --json"
-    assert {path.name for path in (tmp_path / "out").glob("report.*")} == REPORT
+    assert {path.name for path in (tmp_path / "out").iterdir()} >= RESULT
 
     assert trimtab(line).succeeded().out.rstrip().endswith("report: out/report.html")
-    for option, setting in (("--cap 9", "cap_s"), ("--adapt none --memory 1GiB", "budget")):
-        done = trimtab(f"compare tiny:task --quick {option} --out out")
-        explained(done, "folder.settings_differ", setting, "--out")
-
-    assert set(saved.memory) == {"reference", "equivalent_plan"}
-    assert saved.memory["reference"].peak_bytes > 0
+    for option, setting in (("--cap 9", "length"), ("--memory 1GiB", "planning")):
+        explained(trimtab(f"{line} {option}"), "folder.settings_differ", setting, "--out")
 
     again = trimtab("report out --out elsewhere").succeeded()
     assert again.out.rstrip().endswith("report: elsewhere/report.html")
-    assert (tmp_path / "elsewhere" / "report.md").read_text() == (tmp_path / "out" / "report.md").read_text()
-    as_json = trimtab("report out/report.json --json")
+    assert (tmp_path / "elsewhere" / "report.html").read_text() == (tmp_path / "out" / "report.html").read_text()
+    as_json = trimtab("report out/result.json --json")
     assert as_json.json["rows"] == trimtab("report out --json").json["rows"]
-    assert {row["metric"] for row in as_json.json["rows"]} == {row["metric"] for row in found["rows"]}
+    assert {row["metric"] for row in as_json.json["rows"]} == metrics
 
     trimtab("train tiny:task --steps 2 --record run.jsonl")
     several = trimtab("report out run.jsonl").succeeded()
@@ -585,81 +575,63 @@ def test_reports_and_kept_runs_are_refused_before_anything_begins(trimtab):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("given", "said"),
-    [
-        ("", "Energy is not measured: none that tests read."),
-        ("--energy-watts 50", "Energy is estimated (50 W, as given)."),
-    ],
-)
-def test_a_comparison_says_where_its_joules_are_from(trimtab, tmp_path, given, said):
-    done = trimtab(f"compare tiny.py:task --pairs 2 --no-peers --adapt none --out out {given} --json").succeeded()
-    saved = read_json(Comparison, tmp_path / "out" / "report.json")
-    page = (tmp_path / "out" / "report.md").read_text()
-    assert said in page
-    found = [row for row in done.json["rows"] if row["metric"] == "energy_ratio"]
-    assert bool(found) == bool(given)
-    assert {row["verdict"] for row in found} <= {"no verdict"}
-    assert all(bool(arm.joules) == bool(given) for arm in saved.arms)
-    for is_charged in (False, True):
-        assert any(row.arm_j for row in saved.target_rows if row.charged is is_charged) == bool(given)
-    assert {row.get("planning_j", 0) > 0 for row in done.json["rows"] if row["metric"] == "planning_s"} == {bool(given)}
-    assert bool(re.search(r"Planning took \S+ k?J for the equivalent plan", page)) == bool(given)
+@pytest.mark.parametrize("given", ["", "--energy-watts 50"])
+def test_a_comparison_to_the_end_has_targets_and_its_joules(trimtab, tmp_path, given):
+    line = f"compare tiny.py:task --to-end --pairs 1 --against strong,strict --plan plan.json --out out {given}"
+    found = trimtab(f"{line} --json").succeeded().json
+    targets = [row for row in found["rows"] if row["metric"] == "time_to_target_ratio"]
+    assert {row["target"] for row in targets} == {0.3, 0.6}
+    assert {row["arm"] for row in targets} == {"equivalent_plan", "strong", "strict", "strong_plan"}
+    joules = [row for row in found["rows"] if row["metric"] == "joules_per_sample"]
+    assert bool(joules) == bool(given)
+    said = "energy: estimated (50 W, as given)"
+    assert (said in trimtab(line).out) == bool(given)
+    assert any(row["metric"] == "do_no_harm_ratio" for row in found["rows"])
 
 
-def test_a_plan_that_was_made_before_is_raced_or_ablated(trimtab, tmp_path):
+def test_a_tuned_plan_is_compared_beside_the_plan(trimtab):
+    found = trimtab("compare tiny.py:task --quick --pairs 1 --adapt learning-rate --out out --json").succeeded().json
+    plans = {row["arm"]: row for row in found["rows"] if row["metric"] == "planning_s"}
+    assert set(plans) == {"equivalent_plan", "tuned_plan"}
+    assert "schedule" in plans["tuned_plan"]["changes"]
+    assert "schedule" not in plans["equivalent_plan"]["changes"]
+    assert plans["equivalent_plan"]["search_s"] == 0 < plans["tuned_plan"]["search_s"]
+
+
+def test_a_plan_that_was_made_before_is_compared(trimtab, tmp_path):
     trimtab("compare tiny.py:task --quick --pairs 1 --plan plan.json --out given").succeeded()
-    saved = read_json(Comparison, tmp_path / "given" / "report.json")
-    assert saved.plans == {"equivalent": PLAN}
-    (tmp_path / "mine.json").write_text(to_json(Plan.fixed(32)))
-    done = trimtab("ablate tiny.py:task --plan mine.json --out out").succeeded()
-    assert "nothing to ablate" in done.out
+    saved = Comparison.load(tmp_path / "given" / "result.json")
+    assert saved.plans == {"plan": PLAN}
 
 
-def test_phases_of_a_plan_and_of_what_was_measured(trimtab, tmp_path):
-    """Measured once; then read back beside a comparison's, without running anything."""
+def test_phases_of_a_plan_are_timed_and_read_back(trimtab, tmp_path):
     done = trimtab("phases tiny.py:task --plan plan.json --rounds 2 --out found.json").succeeded()
-    assert "Where the gain comes from: tiny" in done.out
-    assert "forward: Linear" in done.out
+    assert "forward" in done.out
+    assert "backward Linear" in done.out
     found = read_json(PhaseResult, tmp_path / "found.json")
-    assert len(found.gains[0].plan.laps) == 2
-    assert "Where the gain comes from: tiny" in trimtab("report found.json").succeeded().out
-
-    line = "compare tiny.py:task --pairs 1 --no-peers --adapt none --plan plan.json --out out --json"
-    metrics = {row["metric"] for row in trimtab(line).succeeded().json["rows"]}
-    assert metrics >= {"phase_saved_s", "third_speed_ratio"}
-    assert "Early, middle and late" in (tmp_path / "out" / "report.md").read_text()
-    beside = trimtab("phases found.json out --json").json
-    assert (beside["schema"], beside["name"]) == (1, "phases")
-    assert len([row for row in beside["rows"] if row["metric"] == "step_speedup"]) == 2
-    assert "Side by side" in trimtab("phases found.json out").out
-
-
-def test_phases_that_a_quick_comparison_did_not_measure_are_refused(trimtab):
-    assert trimtab("compare tiny.py:task --quick --pairs 1 --plan plan.json --out out").code == 0
-    explained(trimtab("phases out"), "phases.not_measured", "--quick")
+    assert len(found.plain("plan")) == 2
+    assert trimtab("report found.json").succeeded().out == done.out
+    rows = trimtab("report found.json --json").json
+    assert (rows["schema"], rows["name"]) == (1, "phases")
 
 
 def test_an_ablation_and_its_report(trimtab, tmp_path):
     (tmp_path / "mine.json").write_text(to_json(Plan.fixed(32, micro_batch=8, fused_optimizer=True)))
-    asked = "ablate tiny.py:task --quick --seeds 1 --plan mine.json --out out"
+    asked = "ablate tiny.py:task --steps 4 --pairs 1 --plan mine.json --out out"
     found = trimtab(f"{asked} --json").succeeded().json
     assert (found["schema"], found["name"]) == (1, "ablate")
-    of_speed = [row for row in found["rows"] if row["metric"] == "throughput_ratio" and "change" in row]
-    assert {(row["change"], row["setting"]) for row in of_speed} == {
-        (change, setting)
-        for change in ("micro_batch", "fused_optimizer")
-        for setting in ("alone", "in the plan", "interaction")
+    of_speed = {(row["change"], row["setting"]) for row in found["rows"] if "change" in row}
+    assert of_speed == {
+        ("micro_batch", "alone"),
+        ("micro_batch", "in the plan"),
+        ("fused_optimizer", "alone"),
+        ("fused_optimizer", "in the plan"),
+        ("micro_batch and fused_optimizer", "together"),
     }
-    assert {path.name for path in (tmp_path / "out").glob("report.*")} == REPORT
-
     resumed = trimtab(asked).succeeded()
-    assert "the plan without fused optimizer" in resumed.out or "the loop with micro batch 8" in resumed.out
+    assert "micro batch alone" in resumed.out
     assert resumed.out.rstrip().endswith("report: out/report.html")
-    explained(trimtab(f"{asked} --pairwise"), "folder.settings_differ", "ablation", "--out")
-
-    trimtab("report out --out elsewhere").succeeded()
-    assert (tmp_path / "elsewhere" / "report.md").read_text() == (tmp_path / "out" / "report.md").read_text()
+    explained(trimtab(f"{asked} --pairwise"), "folder.settings_differ", "pairwise", "--out")
     assert trimtab("report out --json").json["name"] == "ablate"
 
 
@@ -705,8 +677,7 @@ ERRORS = [
     ("train tiny:task --plan plan.json --batch-size 8", "plan.batch_differs", "got 32", "expected 8"),
     ("compare tiny:task --against fast", "recipe.missing", "tiny", "fast", "strict, strong"),
     ("compare tiny:task --against muon", "recipe.missing", "tiny", "muon"),
-    ("compare tiny:task --against strict --no-peers", "option.conflict", "--against", "--no-peers"),
-    ("compare tiny:task --against strict --ranks 2", "option.conflict", "2 ranks", "--peers"),
+    ("compare tiny:task --against strict --ranks 2", "option.conflict", "2 ranks", "--against"),
     ("ablate absent:task --out out", "value.invalid", "absent"),
     ("ablate tiny:task --plan absent.json", "file.unreadable", "absent.json", "Plan"),
     ("ablate tiny:task --plan damaged.json --out out", "json.invalid"),
@@ -714,9 +685,8 @@ ERRORS = [
     ("ablate tiny:task --plan plan.json --memory 1GiB", "option.conflict", "--memory 1GiB"),
     ("ablate tiny:task --plan plan.json --adapt learning-rate", "option.conflict", "--adapt learning-rate", "--plan"),
     ("ablate tiny:task --adapt batch", "value.invalid", "--adapt", "'batch'"),
-    ("ablate tiny:task --quick --whole 2", "option.conflict", "--quick", "--whole"),
     ("ablate tiny:task --out plan.json", "folder.is_file", "plan.json"),
-    ("report absent", "file.unreadable", "absent", "comparison"),
+    ("report absent", "file.unreadable", "absent", "compare"),
     ("report .", "format.invalid"),
     ("report damaged.json", "json.invalid"),
     ("plan tiny:task --memory lots", "value.invalid", "'lots'", "8GiB"),
@@ -743,15 +713,11 @@ ERRORS = [
     ("train tiny:task --memory 1B", "plan.infeasible", "1 B"),
     ("train tiny:task --plan plan.json --record absent/run.jsonl", "folder.missing", "--record absent/run.jsonl"),
     ("train tiny:task --record plan.json", "record.exists", "plan.json"),
-    ("compare tiny:task --pairs 3 --whole 4", "value.invalid", "whole", "4", "from 0 to 3"),
-    ("compare tiny:task --ranks 2 --peers", "option.conflict", "2 ranks", "--peers"),
     ("compare tiny:task --ranks 2 --adapt learning-rate", "option.conflict", "2 ranks", "--adapt"),
     ("compare tiny:task --ranks 33", "ranks.too_many", "33", "32"),
     ("compare tiny:task --ranks 2 --memory 0", "value.invalid", "'0'"),
     ("scale tiny:task --memory lots", "value.invalid", "'lots'"),
     ("scale tiny:task --memory 1GiB --plan plan.json", "option.conflict", "--memory 1GiB"),
-    ("scale tiny:task --adapt batch --memory 1GiB", "option.conflict", "--adapt batch", "--memory"),
-    ("scale tiny:task --adapt batch --plan plan.json", "option.conflict", "--adapt batch", "--plan"),
     ("scale tiny:task --plan freed.json", "plan.not_equivalent", "learning rate"),
     ("plan tiny:task --ranks 2", "option.required", "--ranks 2", "--link"),
     ("plan tiny:task --link ib", "option.required", "--link ib", "--ranks"),
@@ -773,11 +739,10 @@ ERRORS = [
     ("plan tiny:task --ranks 4 --device 'H100 SXM' --link nvlink --energy-weight 1", "energy.several_ranks", "4 ranks"),
     ("train tiny:task --steps 2 --every 4", "option.required", "--every 4", "--checkpoints", "--resume auto"),
     ("train tiny:task --steps 2 --accept torch", "option.required", "--accept torch", "--checkpoints", "--resume auto"),
-    ("compare tiny:task --quick --adapt learning-rate --out no", "option.conflict", "--quick", "--adapt"),
-    ("compare tiny:task --quick --peers --out no", "option.conflict", "--quick", "--peers"),
-    ("compare tiny:task --quick --whole 2 --out no", "option.conflict", "--quick", "--whole"),
+    ("compare tiny:task --quick --steps 9 --out no", "option.conflict", "--quick", "--steps"),
+    ("compare tiny:task --quick --to-end --out no", "option.conflict", "--quick", "--to-end"),
+    ("compare tiny:task --cap 9 --baseline-cap 5", "cap.too_small", "5 s", "9 s"),
     ("train tiny.py:task --carbon-kind average", "option.required", "--carbon-kind average"),
-    ("compare tiny.py:task --plan freed.json --out no", "plan.not_equivalent", "learning rate"),
     ("compare tiny.py:task --plan other.json --out no", "plan.batch_differs", "64", "32"),
     (
         "compare tiny:task --plan plan.json --adapt learning-rate --out no",
@@ -785,9 +750,7 @@ ERRORS = [
         "--adapt learning-rate",
         "--plan",
     ),
-    ("phases tiny:task tiny.py:task --plan plan.json", "plan.several_tasks", "--plan", "2 "),
     ("phases tiny:task --plan plan.json --memory 1GiB", "option.conflict", "--memory 1GiB"),
-    ("phases plan.json", "json.schema", "phaseresult.schema", "14"),
     ("phases tiny:task --out no/where.json", "folder.missing", "--out no/where.json"),
 ]
 

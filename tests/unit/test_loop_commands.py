@@ -57,9 +57,9 @@ def test_a_loop_is_compared_and_its_report_written(command, tmp_path):
     code, out, err = command("compare train.py:setup --steps 10 --pairs 1 --plan plan.json --out result")
     assert (code, err) == (0, "")
     assert "samples/s" in out
-    assert {path.name for path in (tmp_path / "result").iterdir()} == {"report.html", "result.json"}
+    assert {path.name for path in (tmp_path / "result").iterdir()} >= {"report.html", "result.json"}
     code, out, _ = command("compare train.py:setup --steps 10 --pairs 1 --plan plan.json --json")
-    assert (code, json.loads(out)["arms"]) == (0, ["baseline", "plan"])
+    assert (code, json.loads(out)["name"]) == (0, "compare")
 
 
 def test_a_loop_is_planned_and_its_plan_written(command, tmp_path):
@@ -79,8 +79,11 @@ def test_loops_are_raced_and_a_plan_ablated(command):
     code, out, _ = command("race train.py:setup train.py:other --steps 10 --pairs 1")
     assert code == 0
     assert "train.py:other" in out
-    code, out, _ = command("ablate train.py:setup --steps 10 --seeds 1 --plan plan.json --json")
-    assert (code, json.loads(out)["arms"]) == (0, ["baseline", "plan"])
+    code, out, _ = command("ablate train.py:setup --steps 10 --pairs 1 --plan plan.json --json")
+    assert (code, json.loads(out)["name"]) == (0, "ablate")
+    code, out, _ = command("phases train.py:setup --rounds 2 --plan plan.json")
+    assert code == 0
+    assert "forward" in out
 
 
 @pytest.mark.parametrize(("limit", "code"), [("0.01", 0), ("100", 1)])
@@ -90,13 +93,11 @@ def test_a_speed_below_the_limit_ends_with_status_1(command, limit, code):
 
 
 REFUSED = {
-    "compare train.py:setup --quick": "option.needs_task",
-    "compare train.py:setup --against strict": "option.needs_task",
-    "compare train.py:setup --ranks 2": "option.needs_task",
-    "ablate train.py:setup --pairwise": "option.needs_task",
+    "compare train.py:setup --to-end": "to_end.not_task",
+    "compare train.py:setup --against strict": "against.not_task",
+    "scale train.py:setup --scaling strong": "scaling.not_task",
     "plan train.py:setup --explain": "option.needs_task",
-    "compare digits_resnet --steps 10 --quick": "option.needs_task",
-    "compare digits_resnet --fail-below 0.9": "option.needs_steps",
+    "compare digits_resnet --steps 10 --quick": "option.conflict",
     "race train.py:setup": "race.names",
     "train train.py:setup": "task.is_setup",
     "compare train.py:number": "format.invalid",

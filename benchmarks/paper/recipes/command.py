@@ -6,28 +6,18 @@
 from __future__ import annotations
 
 import argparse
-import functools
 import sys
 import time
+from dataclasses import replace
 
-import torch
-
-from benchmarks.paper.recipes.paper import PaperLoop
+from benchmarks.paper.recipes.paper import paper
 from benchmarks.paper.tasks import load_task
-from trimtab.experiments.baselines.loop import MakeLoop
-from trimtab.experiments.baselines.reference import ReferenceLoop
-from trimtab.experiments.baselines.strong import StrongLoop
-from trimtab.experiments.comparison.compare import StrictLoop
+from trimtab.experiments import loop_setup, loops
+from trimtab.experiments.loops import DataStream
+from trimtab.experiments.task_loops import TaskLoops
 from trimtab.measure.timing import synchronize
-from trimtab.tasks.placement import device_here, place_data, prefetch
 
-RECIPES: dict[str, MakeLoop] = {
-    "reference": ReferenceLoop,
-    "strict": StrictLoop,
-    "paper": PaperLoop,
-    "strong": StrongLoop,
-    "muon": functools.partial(StrongLoop, field="muon"),
-}
+RECIPES = ("reference", "strict", "paper", "strong", "muon")
 
 
 def main() -> None:
@@ -41,24 +31,22 @@ def main() -> None:
     parser.add_argument("--judged", type=int, help="held-out batches to judge by; all of them by default")
     options = parser.parse_args()
     task = load_task(options.task).shortened(batch_size=options.rows, judged_batches=options.judged)
-    data = task.load_data()
-    device = device_here()
-    torch.manual_seed(options.seed)
-    loop = RECIPES[options.recipe](task, device)
-    held, where = place_data(data, device)
-    print(f"data: {data.source.name} ({data.source.origin}); on {where.value}: {where.reason}", file=sys.stderr)
-    batches = prefetch(held.batches(options.seed, task.batch_size), device)
+    own = TaskLoops(replace(task, baselines={"paper": paper}))
+    plain = options.recipe in ("reference", "strict")
+    loop = loop_setup.build(own.setup if plain else own.recipe(options.recipe), options.seed, task.name)
+    print(f"data: {own.data.source.name} ({own.data.source.origin}) {own.placement}", file=sys.stderr)
+    stream = DataStream(loop.loader, options.seed)
+    steps = (loops.strict_steps if options.recipe == "strict" else loops.plain_steps)(loop, stream)
     rows, seconds = 0, 0.0
     for step in range(1, options.steps + 1):
-        synchronize(device)
+        synchronize(loop.device)
         start = time.perf_counter()
-        rows += loop.step(batches)
-        synchronize(device)
+        rows += next(steps).samples
+        synchronize(loop.device)
         seconds += time.perf_counter() - start
         if step % max(1, options.steps // 10) == 0:
-            metric = task.metric.evaluate(loop.model, data.held_out)
+            metric = task.metric.evaluate(loop.model, own.data.held_out)
             print(f"step {step}  {rows} rows  {seconds:.1f} s  {task.metric.name} {metric:.4g}", flush=True)
-    loop.close()
 
 
 if __name__ == "__main__":

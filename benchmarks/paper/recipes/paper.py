@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -25,17 +26,29 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from trimtab.core.batch_rule import warmup_cosine
-from trimtab.experiments.baselines.loop import autocast, move
+from trimtab.core.objective import Reference
+from trimtab.experiments.loops import Loop, autocast
 from trimtab.losses import mean_of
 from trimtab.tasks.task import Task
+from trimtab.training.batch import to_device
 
 ALLOWED_K = (4, 8)
 
 
+def paper(task: Task, loop: Loop) -> Loop:
+    """Return the loop of the paper's recipe for a task: a baseline of a comparison."""
+    made = PaperLoop(task, loop.device)
+
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any) -> None:
+        made.add(batch)
+
+    reference = Reference(made.precision)
+    how: dict[str, Any] = {"step": step, "accumulate": ALLOWED_K[0], "reference": reference}
+    return replace(loop, model=made.model, optimizer=made.optimizer, **how)
+
+
 class PaperLoop:
     """Training loop of the paper's optimised recipe."""
-
-    label = "P1 paper, literal"
 
     def __init__(self, task: Task, device: torch.device) -> None:
         self._task, self._device = task, device
@@ -47,21 +60,35 @@ class PaperLoop:
         self._scaler = torch.amp.GradScaler(device.type, enabled=self.precision == "fp16")
         self._sigma2_target: float | None = None
         self.k = ALLOWED_K[0]
-        self._rows = 0
+        self._rows = self._taken = 0
+        self._means: list[Tensor] = []
+        self._squares = torch.zeros((), device=device)
 
     def step(self, batches: Iterator[Any]) -> int:
         """Accumulate the gradients of k batches (equations 4 and 5) and take an optimizer step."""
-        k, rows = self.k, self.k * self._task.batch_size
-        means = self._gradients(next(batches))
-        squares = torch.zeros((), device=self._device)
-        for j in range(2, k + 1):  # running mean and sum of squared deviations (Welford)
-            deviations = self._gradients(next(batches))
-            torch._foreach_sub_(deviations, means)
-            torch._foreach_add_(means, deviations, alpha=1 / j)
-            squares += (1 - 1 / j) * torch.stack(torch._foreach_norm(deviations)).square().sum()
-            del deviations
-        self._choose_k(float(squares) / (k - 1))
-        self._rows += rows
+        k = self.k
+        for _ in range(k):
+            self.add(next(batches))
+        return k * self._task.batch_size
+
+    def add(self, batch: Any) -> None:
+        """Add the gradient of a batch, and take an optimizer step after the k-th."""
+        self._taken += 1
+        if self._taken == 1:
+            self._means, self._squares = self._gradients(batch), torch.zeros((), device=self._device)
+        else:  # Running mean and sum of squared deviations (Welford).
+            deviations = self._gradients(batch)
+            torch._foreach_sub_(deviations, self._means)
+            torch._foreach_add_(self._means, deviations, alpha=1 / self._taken)
+            self._squares += (1 - 1 / self._taken) * torch.stack(torch._foreach_norm(deviations)).square().sum()
+        if self._taken == self.k:
+            self._apply()
+
+    def _apply(self) -> None:
+        k, means = self.k, self._means
+        self._taken, self._means = 0, []
+        self._choose_k(float(self._squares) / (k - 1))
+        self._rows += k * self._task.batch_size
         factor = k * warmup_cosine(self._rows / self._task.budget_samples)
         for group, rate in zip(self.optimizer.param_groups, self._rates, strict=True):
             group["lr"] = rate * factor
@@ -69,13 +96,12 @@ class PaperLoop:
             parameter.grad = mean
         self._scaler.step(self.optimizer)
         self._scaler.update()
-        return rows
 
     def _gradients(self, batch: Any) -> list[Tensor]:
         """Return the gradients of a batch as tensors that are no longer referenced by the parameters."""
         self._forget()
         with autocast(self.precision, self._device):
-            loss = mean_of(self._task.loss_fn(self.model, move(batch, self._device)))
+            loss = mean_of(self._task.loss_fn(self.model, to_device(batch, self._device)))
         self._scaler.scale(loss).backward()
         gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in self._parameters()]
         self._forget()
@@ -97,9 +123,6 @@ class PaperLoop:
 
     def _parameters(self) -> list[nn.Parameter]:
         return [p for p in self.model.parameters() if p.requires_grad]
-
-    def close(self) -> None:
-        """Do nothing: the loop changes no global state."""
 
 
 class Segment(nn.Sequential):

@@ -1,15 +1,16 @@
-"""Commands for experiments: compare, ablate, phases, scale, and report."""
+"""Commands for experiments: compare, race, ablate, phases, scale, and report."""
 
 from __future__ import annotations
 
 import shlex
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from trimtab.cli.loop_commands import FailBelow, Steps, compare_as_loop
 from trimtab.cli.options import (
     TRAINED,
     EnergyWatts,
@@ -23,72 +24,129 @@ from trimtab.cli.options import (
     require_folder,
     settings_to_adapt,
 )
-from trimtab.cli.output import print_json, print_text, show_gains, write_and_show
+from trimtab.cli.output import print_json, print_text
 from trimtab.core.errors import ValueGivenError
 from trimtab.experiments.progress_bar import ProgressBar
+
+Steps = Annotated[int | None, typer.Option(min=3, help="optimizer steps of each loop per pair (default: 100)")]
+Pairs = Annotated[int, typer.Option(min=1, help="paired runs, each with its own seed: 5 for a verdict, 8 for a claim")]
+ToEnd = Annotated[bool, typer.Option("--to-end", help="train a task for its whole budget, for times to its targets")]
+EvaluateEvery = Annotated[
+    int | None, typer.Option(min=1, help="optimizer steps between evaluations (default: at the end)")
+]
+Cap = Annotated[float, typer.Option(help="limit on the training seconds of each arm")]
+FailBelow = Annotated[
+    float | None, typer.Option(help="exit with status 1 if the speed is below this limit, such as 0.97")
+]
+Out = Annotated[Path | None, typer.Option(help="folder; an interrupted command continues there")]
+
+
+def loop_named(name: str) -> Any:
+    """Return a task or a function `setup(seed)` by name."""
+    from trimtab.tasks import load_task_or_setup
+
+    return load_task_or_setup(name)
+
+
+def short_name(name: str) -> str:
+    """Return the name of a function without its file."""
+    return name.rpartition(":")[2]
+
+
+def plan_from(plan_file: Path | None, memory: str | None, adapt: str | None = None) -> Any:
+    """Return the plan in a file, or None; refuses options of planning beside a file, and an invalid limit."""
+    from trimtab.core.objective import Budget
+
+    Budget(memory)  # Validated before anything is measured, and before ranks start.
+    if plan_file is None:
+        return None
+    from trimtab.plans.plan import Plan
+
+    refuse_adapt(adapt, "--plan")
+    refuse_memory(memory)
+    return Plan.load(plan_file)
+
+
+@contextmanager
+def running(loop: Any, num_ranks: int, **given: Any) -> Iterator[Any]:
+    """Yield the options of an experiment on the ranks of this job; None in the process that started the ranks.
+
+    Args:
+        loop: task or function, for ranks.
+        num_ranks: number of ranks that the user asked for.
+        given: fields of `RunOptions`.
+    """
+    from trimtab.core.progress import silent
+    from trimtab.distributed.launch import launch
+    from trimtab.distributed.process_group import job_position, process_group
+    from trimtab.experiments.subject import RunOptions
+    from trimtab.experiments.task_ranks import job_ranks, ranks_of_job, refuse_on_ranks
+    from trimtab.tasks import Task
+
+    wanted, here = ranks_of_job(num_ranks), job_position()
+    if wanted > 1 and isinstance(loop, Task):
+        refuse_on_ranks(
+            loop, wanted, adapts=bool(given.pop("adapts", False)), recipes=bool(given.pop("recipes", False))
+        )
+    given = {name: value for name, value in given.items() if name not in ("adapts", "recipes")}
+    options = RunOptions(command=shlex.join(["trimtab", *sys.argv[1:]]), **given)  # Validated before ranks start.
+    if wanted > here.num_ranks:
+        launch(sys.argv[1:], wanted)
+        yield None
+        return
+    from dataclasses import replace
+
+    with process_group(), ProgressBar() as progress, job_ranks() as together:
+        yield replace(options, progress=progress if here.rank == 0 else silent, together=together)
+
+
+def write_and_show(found: Any, folder: Path, *, as_json: bool, fail_below: float | None = None) -> None:
+    """Write and print the report of a comparison, race or ablation."""
+    from trimtab.experiments.benchmark_rows import benchmark_object
+    from trimtab.experiments.results import RESULT
+
+    folder.mkdir(parents=True, exist_ok=True)
+    page = found.save(folder / "report.html")
+    found.save(folder / RESULT)
+    print_json(benchmark_object(found)) if as_json else print_text(f"{found}\nreport: {page}")
+    if fail_below is not None and found.is_below(fail_below):
+        raise typer.Exit(1)
 
 
 def compare(
     task: TaskName,
-    pairs: Annotated[
-        int, typer.Option(min=1, help="paired runs, each with its own seed: 5 for a verdict, 8 for a claim")
-    ] = 5,
-    whole: Annotated[
-        int | None, typer.Option(min=0, help="pairs that train for the whole budget; the rest only times steps")
-    ] = None,
-    quick: Annotated[
-        bool,
-        typer.Option("--quick", help="first impression in two minutes: throughput and memory of the equivalent plan"),
-    ] = False,
+    steps: Steps = None,
+    pairs: Pairs = 5,
+    quick: Annotated[bool, typer.Option("--quick", help="first impression: three short pairs")] = False,
+    to_end: ToEnd = False,
+    evaluate_every: EvaluateEvery = None,
     adapt: Annotated[
         str | None,
-        typer.Option(
-            help=f"tuned settings, separated by commas: {', '.join(TRAINED)}, batch, or none (default: learning-rate)"
-        ),
-    ] = None,
-    peers: Annotated[
-        bool | None,
-        typer.Option("--peers/--no-peers", help="also run the task's recipes (default)"),
+        typer.Option(help=f"also a tuned plan with these settings, separated by commas: {', '.join(TRAINED)}, batch"),
     ] = None,
     against: Annotated[
         str | None,
         typer.Option(
-            help="recipes, separated by commas: strict (fp32 without TF32), strong, muon, or baselines of a task"
+            help="also recipes of the task, separated by commas: strict (fp32 without TF32), strong, muon, or own ones"
         ),
     ] = None,
-    cap: Annotated[float, typer.Option(help="limit on the training seconds of each arm")] = float("inf"),
-    reference_cap: Annotated[float | None, typer.Option(help="separate limit for the baseline, if longer")] = None,
+    cap: Cap = float("inf"),
+    baseline_cap: Annotated[float | None, typer.Option(help="separate limit for the baseline, if longer")] = None,
     memory: Memory = None,
     plan_file: PlanFile = None,
-    out: Annotated[Path | None, typer.Option(help="folder; an interrupted comparison continues there")] = None,
+    out: Out = None,
     ranks: Ranks = 1,
     energy_watts: EnergyWatts = None,
-    steps: Steps = None,
     fail_below: FailBelow = None,
     as_json: Json = False,
 ) -> None:
-    """Compare the baseline loop with the plan in paired runs, and report the gain."""
-    task_options = {
-        "--whole": (whole, None),
-        "--quick": (quick, False),
-        "--adapt": (adapt, None),
-        "--peers": (peers, None),
-        "--against": (against, None),
-        "--cap": (cap, float("inf")),
-        "--reference-cap": (reference_cap, None),
-        "--ranks": (ranks, 1),
-        "--energy-watts": (energy_watts, None),
-    }
-    how: dict[str, Any] = {"steps": steps, "pairs": pairs, "memory": memory, "plan_file": plan_file, "out": out}
-    if compare_as_loop("compare", task, task_options, fail_below=fail_below, as_json=as_json, **how):
-        return
-    import trimtab.experiments.report.svg  # noqa: F401 - fails now, not after hours, if a package for the report is missing
-    from trimtab.experiments.comparison.compare_command import CompareRequest, run_comparison
+    """Compare a training loop with the plan in paired runs, and report the gain."""
+    from trimtab.api import Metering
+    from trimtab.experiments.result_folder import folder_of
 
-    if plan_file is not None:
-        refuse_adapt(adapt, "--plan")
-    freed = None if adapt is None else settings_to_adapt(adapt)
-    if memory is not None and "batch" in (freed or ()):
+    given = plan_from(plan_file, memory, adapt)
+    tuned = settings_to_adapt(adapt)
+    if memory is not None and "batch" in tuned:
         raise ValueGivenError(
             "--adapt",
             problem=f"--adapt {adapt} cannot be combined with --memory, because peak memory would then be "
@@ -96,88 +154,76 @@ def compare(
             hint="Remove batch from --adapt, or remove --memory.",
             code="option.conflict",
         )
-    named = None if against is None else tuple(name.strip() for name in against.split(","))
-    asked = CompareRequest(
-        task,
-        pairs=pairs,
-        whole=whole,
-        quick=quick,
-        adapt=freed,
-        peers=peers,
-        cap_s=cap,
-        memory=memory,
-        plan=plan_file,
-        out=out,
-        ranks=ranks,
-        energy_watts=energy_watts,
-        against=named,
-        reference_cap_s=reference_cap,
-    )
-    found = run_comparison(asked, shlex.join(["trimtab", *sys.argv[1:]]))
-    if found is not None:
-        write_and_show(found, asked.folder, as_json=as_json)
+    loop, folder = loop_named(task), folder_of("compare", task, out)
+    recipes = tuple(name.strip() for name in against.split(",")) if against else ()
+    if quick and (to_end or steps is not None):
+        other = "--to-end" if to_end else "--steps"
+        raise ValueGivenError(
+            "--quick",
+            problem=f"--quick sets the length of the runs, as {other} does.",
+            hint="Remove one of the two options.",
+            code="option.conflict",
+        )
+    how: dict[str, Any] = {"steps": 20 if quick else steps, "pairs": min(pairs, 3) if quick else pairs}
+    how |= {"to_end": to_end, "evaluate_every": evaluate_every, "cap_s": cap, "baseline_cap_s": baseline_cap}
+    how |= {"out": folder, "metering": Metering(energy_watts), "adapts": tuned, "recipes": recipes}
+    planning: dict[str, Any] = {} if memory is None else {"memory": memory}
+    planning |= {"adapt": tuned} if tuned else {}
+    with running(loop, ranks, **how) as options:
+        if options is None:
+            return
+        from trimtab.experiments.compare import compare as run
+
+        found = run(loop, plan=given, against=recipes, name=short_name(task), options=options, **planning)
+    if options.together.rank == 0:
+        write_and_show(found, folder, as_json=as_json, fail_below=fail_below)
+
+
+def race(
+    loops: Annotated[
+        list[str], typer.Argument(help="two or more functions setup(seed) or tasks: a.py:setup b.py:setup")
+    ],
+    steps: Steps = None,
+    pairs: Pairs = 5,
+    out: Out = None,
+    fail_below: FailBelow = None,
+    as_json: Json = False,
+) -> None:
+    """Compare any training loops in paired runs, without a plan; the first is the baseline."""
+    from trimtab.experiments.compare import race as run
+    from trimtab.experiments.result_folder import folder_of
+
+    found_loops = [loop_named(name) for name in loops]
+    folder = folder_of("race", loops[0], out)
+    with running(None, 1, steps=steps, pairs=pairs, out=folder) as options:
+        found = run(*found_loops, names=loops, options=options)
+    write_and_show(found, folder, as_json=as_json, fail_below=fail_below)
 
 
 def ablate(
     task: TaskName,
-    seeds: Annotated[
-        int, typer.Option(min=1, help="paired runs, each with its own seed: 5 for a verdict, 8 for a claim")
-    ] = 5,
-    whole: Annotated[
-        int | None,
-        typer.Option(
-            min=0, help="seeds that train for the whole budget, for quality (default: all); 0: only time steps"
-        ),
-    ] = None,
-    quick: Annotated[
-        bool, typer.Option("--quick", help="first impression in two minutes: throughput and memory")
-    ] = False,
+    steps: Steps = None,
+    pairs: Pairs = 5,
+    to_end: ToEnd = False,
     pairwise: Annotated[bool, typer.Option("--pairwise", help="also run each pair of changes")] = False,
-    adapt: Annotated[str | None, typer.Option(help="learning-rate: also tune learning rate and schedule")] = None,
-    cap: Annotated[float, typer.Option(help="limit on the training seconds of each arm")] = float("inf"),
+    adapt: Annotated[str | None, typer.Option(help="also changes of the training: learning-rate, schedule")] = None,
+    cap: Cap = float("inf"),
     memory: Memory = None,
     plan_file: PlanFile = None,
-    out: Annotated[Path | None, typer.Option(help="folder; an interrupted ablation continues there")] = None,
-    steps: Steps = None,
+    out: Out = None,
     as_json: Json = False,
 ) -> None:
     """Measure every change of a plan alone: added to the baseline, and removed from the plan."""
-    task_options = {
-        "--whole": (whole, None),
-        "--quick": (quick, False),
-        "--pairwise": (pairwise, False),
-        "--adapt": (adapt, None),
-        "--cap": (cap, float("inf")),
-    }
-    how: dict[str, Any] = {"steps": steps, "pairs": seeds, "memory": memory, "plan_file": plan_file, "out": out}
-    if compare_as_loop("ablate", task, task_options, as_json=as_json, **how):
-        return
-    import trimtab.experiments.report.svg  # noqa: F401 - fails now, not after hours, if a package for the report is missing
-    from trimtab.core.objective import Budget
-    from trimtab.core.serialization import read_json
-    from trimtab.experiments.ablation.ablate import AblateSettings
-    from trimtab.experiments.ablation.ablate import ablate as run
-    from trimtab.experiments.output_folder import folder_of
-    from trimtab.plans.plan import Plan
-    from trimtab.tasks import load_task
+    from trimtab.experiments.compare import ablate as run
+    from trimtab.experiments.result_folder import folder_of
 
-    if plan_file is not None:
-        refuse_adapt(adapt, "--plan")
-        refuse_memory(memory)
-    adapts = settings_to_adapt(adapt, ("learning-rate",)) != ()
-    settings = AblateSettings(
-        num_seeds=seeds,
-        whole_seeds=0 if quick and whole is None else whole,
-        quick=quick,
-        adapt=adapts,
-        pairwise=pairwise,
-        cap_s=cap,
-    )
-    limits, folder = Budget(memory), folder_of("ablate", task, out)
-    plan = None if plan_file is None else read_json(Plan, plan_file)
-    command = shlex.join(["trimtab", *sys.argv[1:]])
-    with ProgressBar() as progress:
-        found = run(load_task(task), folder, settings, command=command, budget=limits, plan=plan, progress=progress)
+    given = plan_from(plan_file, memory, adapt)
+    tuned = settings_to_adapt(adapt, ("learning-rate", "schedule"))
+    loop, folder = loop_named(task), folder_of("ablate", task, out)
+    planning: dict[str, Any] = {} if memory is None else {"memory": memory}
+    planning |= {"adapt": tuned} if tuned else {}
+    with running(loop, 1, steps=steps, pairs=pairs, to_end=to_end, cap_s=cap, out=folder) as options:
+        found = run(loop, plan=given, pairwise=pairwise, name=short_name(task), options=options, **planning)
     write_and_show(found, folder, as_json=as_json)
 
 
@@ -190,58 +236,52 @@ def scale(
         typer.Option(help="weak (constant batch size per rank), strong (constant global batch size), or weak,strong"),
     ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="first impression: two short rounds of weak scaling")] = False,
-    adapt: Annotated[str | None, typer.Option(help="batch: also a plan with an adaptive batch size")] = None,
+    steps: Annotated[
+        int | None, typer.Option(min=3, help="optimizer steps of each loop in a job (default: 40)")
+    ] = None,
     memory: Annotated[
         str | None, typer.Option(help="hard limit on the memory of each rank, for the choice of the ZeRO stage")
     ] = None,
-    plan_file: Annotated[
-        Path | None, typer.Option("--plan", help="JSON file of a plan to run on each number of ranks")
-    ] = None,
-    out: Annotated[Path | None, typer.Option(help="folder; an interrupted table continues there")] = None,
+    plan_file: PlanFile = None,
+    out: Out = None,
     job: Annotated[int | None, typer.Option(hidden=True, help="run a single job on the present ranks")] = None,
     as_json: Json = False,
 ) -> None:
     """Measure baseline and plan on several numbers of ranks; under a launcher, run a single job on all ranks."""
-    from trimtab.core.objective import Budget
-    from trimtab.core.serialization import read_json
     from trimtab.distributed.process_group import is_launched
-    from trimtab.experiments.output_folder import folder_of
-    from trimtab.experiments.scaling.scale import ScaleSettings, numbers, run_scale
-    from trimtab.experiments.scaling.scaling_job import JobSettings
-    from trimtab.plans.plan import Plan
+    from trimtab.experiments.result_folder import folder_of
+    from trimtab.experiments.scale import ScaleOptions, numbers
+    from trimtab.experiments.scale import scale as run
+    from trimtab.experiments.scaling import MODES
 
-    frees = settings_to_adapt(adapt, ("batch",)) != ()
-    if plan_file is not None:
-        refuse_memory(memory)
-    if frees and (plan_file is not None or memory is not None):
-        other = "--memory" if plan_file is None else "--plan"
-        raise ValueGivenError(
-            "--adapt",
-            problem=f"--adapt {adapt} cannot be combined with {other}, because an adaptive batch size needs the whole "
-            "model on each rank.",
-            hint=f"Remove --adapt or {other}.",
-            code="option.conflict",
-        )
-    plan = None if plan_file is None else read_json(Plan, plan_file)
-    modes = tuple(part.strip() for part in (scaling or ("weak" if quick else "weak,strong")).split(","))
-    blocks, block_s = (2, 0.2) if quick else (JobSettings.blocks, JobSettings.block_s)
-    asked = JobSettings(modes, blocks, block_s, adapts_batch_size=frees, budget=Budget(memory), plan=plan)
-    settings = ScaleSettings(numbers(ranks or "1,2"), rounds or (2 if quick else 5), asked)
-    which = [name for name, given in (("--ranks", ranks), ("--rounds", rounds)) if given is not None]
+    given = plan_from(plan_file, memory)
+    modes = tuple(part.strip() for part in scaling.split(",")) if scaling else ("weak",) if quick else MODES
+    planning = {} if memory is None else {"memory": memory}
+    length = steps or (12 if quick else ScaleOptions.steps)
+    asked = ScaleOptions(numbers(ranks or "1,2"), rounds or (2 if quick else 5), modes, length, given, planning)
+    which = [name for name, value in (("--ranks", ranks), ("--rounds", rounds)) if value is not None]
     folder = folder_of("scale", task, out)
     with ProgressBar() as progress:
-        found = run_scale(task, folder, settings, job, progress, which)
+        how: dict[str, Any] = {"name": short_name(task), "job": job, "progress": progress, "asked": which}
+        found = run(loop_named(task), folder, asked, **how)
     if found is not None:
         # Under a launcher the table may contain jobs on several machines; each row names its measured link.
-        link = None if is_launched() else "local"
-        _write_scaling_page(found, folder / "report.html", link, as_json=as_json)
+        _show_scaling(found, None if is_launched() else "local", as_json=as_json)
+
+
+def _show_scaling(found: Any, link: str | None, *, as_json: bool) -> None:
+    from trimtab.experiments.scaling import benchmark_rows
+
+    rows = list(benchmark_rows(found, link)) if as_json else []
+    environment = found.environment
+    if as_json:
+        print_json({"schema": 1, "name": "scale", "environment": environment, "rows": rows})
+    else:
+        print_text(str(found))
 
 
 def phases(
-    sources: Annotated[
-        list[str],
-        typer.Argument(help="tasks to measure, or folders of comparisons and files of --out to show side by side"),
-    ],
+    task: TaskName,
     rounds: Annotated[
         int | None, typer.Option(min=2, help="rounds per loop; default: 8, or fewer within two minutes")
     ] = None,
@@ -253,30 +293,43 @@ def phases(
 ) -> None:
     """Measure the time of all phases of a step, without and with the plan, and the bottleneck of the remaining time."""
     from trimtab.core.serialization import to_json, write_result
-    from trimtab.experiments.comparison.gain_rows import phase_object
-    from trimtab.experiments.phases_command import PhasesRequest, phases_of
 
     require_folder(out)
-    found = phases_of(PhasesRequest(tuple(sources), memory, plan_file, rounds, ranks))
-    if found is None:
+    given, loop = plan_from(plan_file, memory), loop_named(task)
+    planning: dict[str, Any] = {} if memory is None else {"memory": memory}
+    with running(loop, ranks) as options:
+        if options is None:
+            return
+        from trimtab.experiments.phases import phases as run
+
+        found = run(loop, plan=given, rounds=rounds, name=short_name(task), options=options, **planning)
+    if options.together.rank:
         return
     try:
         if out is not None:
-            write_result(out, to_json(found, indent=1))
+            write_result(out, to_json(found))
     finally:
-        print_json(phase_object(found.gains, found.thirds)) if as_json else show_gains(found)
+        _show_phases(found, as_json=as_json)
+
+
+def _show_phases(found: Any, *, as_json: bool) -> None:
+    from trimtab.experiments.phase_result import rows_of
+
+    rows = list(rows_of(found))
+    shown = {"schema": 1, "name": "phases", "environment": dict(found.environment), "rows": rows}
+    print_json(shown) if as_json else print_text(str(found))
 
 
 def report(
     runs: Annotated[
         list[Path],
-        typer.Argument(help="folders or files of compare, ablate, scale or phases, or records (.jsonl)"),
+        typer.Argument(help="folders or files of compare, race, ablate, scale or phases, or records (.jsonl)"),
     ],
     out: Annotated[Path | None, typer.Option(help="folder; default: the folder of the run")] = None,
     as_json: Json = False,
 ) -> None:
     """Write reports again from recorded results."""
-    from trimtab.experiments.output_folder import folder_of
+    from trimtab.experiments.result_folder import folder_of
     from trimtab.experiments.results import read_result, result_file
 
     if out is not None and len(runs) > 1:
@@ -295,34 +348,19 @@ def report(
 
 def _show_result(found: Any, file: Path, folder: Path, *, as_json: bool) -> None:
     from trimtab.core.record import RunSummary
-    from trimtab.experiments.comparison.gain_rows import phase_object
+    from trimtab.core.serialization import write_whole
     from trimtab.experiments.phase_result import PhaseResult
-    from trimtab.experiments.scaling.scaling_result import Scaling
+    from trimtab.experiments.run_page import run_page
+    from trimtab.experiments.scaling import Scaling
 
     if isinstance(found, PhaseResult):
-        print_json(phase_object(found.gains, found.thirds)) if as_json else show_gains(found)
-        return
-    folder.mkdir(parents=True, exist_ok=True)
-    if isinstance(found, RunSummary):
-        _write_run_page(found, folder / f"{file.stem}.html", as_json=as_json)
+        _show_phases(found, as_json=as_json)
     elif isinstance(found, Scaling):
-        _write_scaling_page(found, folder / "report.html", None, as_json=as_json)
+        _show_scaling(found, None, as_json=as_json)
+    elif isinstance(found, RunSummary):
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / f"{file.stem}.html"
+        write_whole(path, run_page(found))
+        print_json({"html": str(path)}) if as_json else print_text(f"report: {path}")
     else:
         write_and_show(found, folder, as_json=as_json)
-
-
-def _write_scaling_page(found: Any, path: Path, link: str | None, *, as_json: bool) -> None:
-    from trimtab.core.serialization import write_whole
-    from trimtab.experiments.report.scaling_page import scaling_page
-    from trimtab.experiments.scaling.scaling_result import benchmark_object, text
-
-    write_whole(path, scaling_page(found))
-    print_json(benchmark_object(found, link)) if as_json else print_text(f"{text(found)}\n\nreport: {path}")
-
-
-def _write_run_page(found: Any, path: Path, *, as_json: bool) -> None:
-    from trimtab.core.serialization import write_whole
-    from trimtab.experiments.report.run_page import run_page
-
-    write_whole(path, run_page(found))
-    print_json({"html": str(path)}) if as_json else print_text(f"report: {path}")

@@ -7,13 +7,12 @@ import os
 import shlex
 import sys
 from collections.abc import Callable
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import typer
 
-from trimtab.cli import checkpoint_commands, experiment_commands, loop_commands, planning_commands, train_commands
+from trimtab.cli import checkpoint_commands, experiment_commands, planning_commands, train_commands
 from trimtab.cli.output import print_error, print_text
 from trimtab.cli.streams import prepare_streams
 from trimtab.core.errors import FormatError, RankError, TrimtabError, UsageError
@@ -80,8 +79,6 @@ def init(
             "file", problem=f"The file {file} exists already.", hint="Choose another name.", code="file.exists"
         ) from None
     print_text(f"Wrote {file}. Edit its parts 1 to 3, then run")
-    if find_spec("matplotlib") is None:
-        print_text("  pip install 'trimtab[report]'   # needed for the report's figures")
     print_text(f"  trimtab compare {called} --quick")
 
 
@@ -122,7 +119,7 @@ for command in (
     planning_commands.plan,
     train_commands.train,
     experiment_commands.compare,
-    loop_commands.race,
+    experiment_commands.race,
     experiment_commands.ablate,
     experiment_commands.phases,
     experiment_commands.scale,

@@ -144,7 +144,7 @@ def kept_in(
         ValueGivenError: A checkpoint option is used without a folder.
     """
     from trimtab.checkpoint.config import Checkpoints
-    from trimtab.experiments.output_folder import folder_of
+    from trimtab.experiments.result_folder import folder_of
 
     if folder is None and resume is None:
         for option, value in (("--every", every), ("--accept", accept)):

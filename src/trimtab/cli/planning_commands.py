@@ -7,7 +7,6 @@ from typing import Annotated, Any
 
 import typer
 
-from trimtab.cli.loop_commands import plan_loop, refuse_for_setup, setup_named
 from trimtab.cli.options import (
     Adapt,
     EnergyWatts,
@@ -56,26 +55,21 @@ def profile(
     from trimtab.core.objective import Budget, Objective
     from trimtab.core.serialization import to_json, write_result
     from trimtab.experiments.profile_text import profile_text
-    from trimtab.experiments.task_plans import make_plans
+    from trimtab.experiments.task_plans import profile_task
     from trimtab.tasks import load_task
-    from trimtab.tasks.placement import device_here
 
     require_folder(out)
     with ProgressBar() as progress:
         loaded = load_task(task)
-        plans = make_plans(
+        found = profile_task(
             loaded,
-            loaded.load_data(),
-            device_here(),
-            adapt=(),
-            strong=False,
+            total_steps=loaded.planned_steps,
             budget=Budget(memory, step_time),
             objective=Objective(1.0, memory_weight, energy_weight),
             traces=True,
             metering=Metering(energy_watts, without=without_meter),
             progress=progress,
         )
-    found = plans.profiles["equivalent"]
     try:
         if out is not None:
             write_result(out, to_json(found, indent=1))
@@ -135,19 +129,9 @@ def plan(
         _plan_ranks(task, asked, adapt, limits, weights, out, as_json=as_json, explain=explain)
         return
     wanted = settings_to_adapt(adapt)
-    if is_here and (setup := setup_named(task)) is not None:
-        from trimtab.api import Metering
-
-        refuse_for_setup({"--explain": (explain, False)})
-        metering = Metering(energy_watts, without=without_meter)
-        given: dict[str, Any] = {"adapt": wanted or None, "budget": limits, "objective": weights, "metering": metering}
-        with ProgressBar() as progress:
-            made = plan_loop(setup, task, progress, **given)
-        try:
-            if out is not None:
-                made.save(out)
-        finally:
-            print_json(made) if as_json else print_text(str(made))
+    if is_here and (setup := _setup_named(task)) is not None:
+        _plan_setup(setup, task, wanted, limits, weights, (energy_watts, without_meter), out, as_json=as_json,
+                    explain=explain)  # fmt: skip
         return
     how: dict[str, Any] = {"device": device, "adapt": wanted}
     if is_here:
@@ -161,6 +145,51 @@ def plan(
             write_result(out, to_json(found.plan, indent=1))
     finally:
         print_json(found.plan) if as_json else print_text(found.explained() if explain else str(found.plan))
+
+
+def _setup_named(task: str) -> Any:
+    """Return the function `setup(seed)` with a name; None for a task."""
+    if ":" not in task:
+        return None
+    from trimtab.tasks import Task, load_task_or_setup
+
+    found = load_task_or_setup(task)
+    return None if isinstance(found, Task) else found
+
+
+def _plan_setup(
+    setup: Any,
+    task: str,
+    adapt: tuple[str, ...],
+    limits: Any,
+    weights: Any,
+    energy: tuple[float | None, str],
+    out: Path | None,
+    *,
+    as_json: bool,
+    explain: bool,
+) -> None:
+    from trimtab.api import Metering
+    from trimtab.experiments import loop_setup
+
+    if explain:
+        raise ValueGivenError(
+            "--explain",
+            problem="--explain needs a task, but a function was given.",
+            hint="Remove --explain.",
+            code="option.needs_task",
+        )
+    name, seed = task.rpartition(":")[2], loop_setup.PLANNING_SEED
+    with ProgressBar() as progress:
+        reference = loop_setup.observed_reference(setup, seed, name)
+        metering = Metering(energy[0], without=energy[1])
+        how: dict[str, Any] = {"budget": limits, "objective": weights, "metering": metering, "progress": progress}
+        made = loop_setup.plan_of(loop_setup.build(setup, seed, name), reference, adapt=adapt or None, **how)
+    try:
+        if out is not None:
+            made.save(out)
+    finally:
+        print_json(made) if as_json else print_text(str(made))
 
 
 def _plan_ranks(

@@ -166,7 +166,8 @@ def train(
     from trimtab.core.validation import one_of
     from trimtab.distributed.launch import launch
     from trimtab.distributed.process_group import job_position, process_group
-    from trimtab.experiments.task_ranks import ranks_of_job, task_of_rank
+    from trimtab.experiments.task_plans import task_of_rank
+    from trimtab.experiments.task_ranks import ranks_of_job
     from trimtab.experiments.train_command import plan_of_run, train_or_tell
     from trimtab.experiments.train_record import require_trackers
     from trimtab.tasks import load_task

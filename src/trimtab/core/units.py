@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from trimtab.core.errors import ValueGivenError
 from trimtab.core.validation import number
 
+METRIC_UNITS = ("share", "percent", "relative")  # Of differences of a validation metric.
+
 _SECONDS = {"s": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
 _DURATION = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*(s|min|h|d)\s*")
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
@@ -11,20 +10,6 @@ from trimtab.core.serialization import read_json, to_json, write_whole
 
 T = TypeVar("T")
 M = TypeVar("M")
-
-
-class BlockLength:
-    """Length of a block in steps."""
-
-    def __init__(self, least_steps: int, seconds: float) -> None:
-        self._least_steps, self._seconds = least_steps, seconds
-
-    def goes_on(self, steps: int, seconds: float) -> bool:
-        """Return True if a block with this number of steps and seconds needs another step."""
-        return steps < self._least_steps or seconds < self._seconds
-
-    def ended(self, steps: int, seconds: float) -> None:
-        """Record the length of a finished block."""
 
 
 class Coordinator:
@@ -58,10 +43,6 @@ class Coordinator:
         """Call `make` on rank 0 first, then on all ranks, so that rank 0's downloads are available to the rest."""
         return make()
 
-    def pace(self, least_steps: int, seconds: float) -> BlockLength:
-        """Return the block length controller; block lengths agree on all ranks."""
-        return BlockLength(least_steps, seconds)
-
     def draw_apart(self, seed: int) -> None:
         """Seed random generators differently per rank from here on."""
 
@@ -71,15 +52,6 @@ class Coordinator:
             return make()
         except Exception:
             return None
-
-    @contextlib.contextmanager
-    def entering(self) -> Iterator[None]:
-        """Build an arm inside the block, on all ranks."""
-        yield
-
-    def may_leave(self, error: Exception) -> bool:
-        """Return True if an arm with this error may be dropped while the others continue."""
-        return True
 
     def ended(self, error: BaseException) -> BaseException:
         """Publish the error that ends this rank; return the root cause, possibly the error of a different rank."""

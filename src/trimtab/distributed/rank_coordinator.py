@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
-import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import cast
 
 import torch
 import torch.distributed as dist
 
-from trimtab.core.errors import RankError, UsageError
+from trimtab.core.errors import RankError
 from trimtab.core.serialization import from_json, to_json
-from trimtab.distributed.coordinator import BlockLength, Coordinator, M, T
+from trimtab.distributed.coordinator import Coordinator, M, T
 from trimtab.distributed.cpu_affinity import oversubscribed_resource
 from trimtab.distributed.host_gather import RankExchange
 from trimtab.distributed.launched_rank import ranks_failed
@@ -25,32 +23,16 @@ _STREAMS = 1_000_003
 _turns = itertools.count()  # the same on all ranks, because they call in the same order
 
 
-class _FixedBlockLength(BlockLength):
-    """Block length fixed before the block begins, from the slowest rank's time for the previous block."""
-
-    def __init__(self, least_steps: int, seconds: float) -> None:
-        super().__init__(least_steps, seconds)
-        self._steps = least_steps
-
-    def goes_on(self, steps: int, seconds: float) -> bool:
-        return steps < self._steps
-
-    def ended(self, steps: int, seconds: float) -> None:
-        if steps and seconds > 0:
-            self._steps = max(self._least_steps, math.ceil(self._seconds * steps / seconds))
-
-
 class RankCoordinator(Coordinator):
     """Coordinator of several ranks.
 
-    An error on a rank ends all ranks, except if all ranks refuse an arm with the same error while building the arm.
+    An error on a rank ends all ranks.
     """
 
     def __init__(self) -> None:
         self._exchange = RankExchange(None)
         self.num_ranks, self.rank = dist.get_world_size(), dist.get_rank()
-        self._entered, self._attempts = 0, 0
-        self._refused: UsageError | None = None
+        self._attempts = 0
         with self._exchange.explaining():
             self.crowded = oversubscribed_resource()
 
@@ -89,9 +71,6 @@ class RankCoordinator(Coordinator):
             raise ranks_failed(failed)
         return own[0]
 
-    def pace(self, least_steps: int, seconds: float) -> BlockLength:
-        return _FixedBlockLength(least_steps, seconds)
-
     def draw_apart(self, seed: int) -> None:
         if self.rank:
             torch.manual_seed(seed + _STREAMS * self.rank)
@@ -113,27 +92,6 @@ class RankCoordinator(Coordinator):
         except (RuntimeError, dist.DistError) as silence:
             raise failure or silence from None
         return made if all(each == "made" for each in said) else None
-
-    @contextlib.contextmanager
-    def entering(self) -> Iterator[None]:
-        self._entered += 1
-        try:
-            yield
-        except UsageError as error:
-            self._refused = error if self._all_say(f"{type(error).__name__}: {error}") else None
-            raise
-
-    def _all_say(self, refusal: str) -> bool:
-        """Return True if all ranks refuse with the same error."""
-        try:
-            # A shorter limit than that of ranks waiting inside a collective for this rank.
-            said = words_of_all(f"refused/{self._entered}", refusal, time_limit_s() / 4)
-        except (RuntimeError, dist.DistError):
-            return False
-        return all(each == refusal for each in said)
-
-    def may_leave(self, error: Exception) -> bool:
-        return error is self._refused
 
     def ended(self, error: BaseException) -> BaseException:
         return self._exchange.failed(error)

@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import nn
 
 from trimtab.api import plan as make_plan
 from trimtab.core.errors import LoopError, TrimtabError, ValueGivenError
 from trimtab.core.objective import ASSUMED_REFERENCE, Reference
 from trimtab.experiments.loops import DataStream, Loop, plain_steps, seed_everything
+from trimtab.experiments.task_loops import Setup
 from trimtab.experiments.trainer_loops import loop_of_trainer
 from trimtab.plans.plan import Plan
 from trimtab.profiling.measurement_notes import describe
-from trimtab.tasks.placement import device_here
-from trimtab.tasks.task import Task, TaskData
-from trimtab.training.batch import to_device
 
-Setup = Callable[[int], Any]
+PLANNING_SEED = 2**31 - 1  # Unused by paired runs, whose seeds count from 0.
 _OBSERVED_STEPS = 2
 
 
@@ -42,6 +37,8 @@ def build(setup: Setup, seed: int, name: str = "setup") -> Loop:
     seed_everything(seed)
     try:
         found = setup(seed)
+    except TrimtabError:
+        raise
     except Exception as error:
         raise LoopError(
             name,
@@ -62,45 +59,6 @@ def build(setup: Setup, seed: int, name: str = "setup") -> Loop:
     return loop
 
 
-def setup_function(setup: Setup | Task) -> Setup:
-    """Return the function of a task, which loads the data once, or the given function."""
-    if not isinstance(setup, Task):
-        return setup
-    task, load_data = setup, functools.cache(setup.load_data)
-
-    def build_task(seed: int) -> Loop:
-        device, data = device_here(), load_data()
-        model = task.make_model().to(device)
-        own = task.step
-
-        def step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any) -> Any:
-            assert own is not None
-            return own(model, optimizer, to_device(batch, device))
-
-        return Loop(
-            model,
-            task.make_optimizer(model),
-            task.loss_fn,
-            _TaskLoader(data, task.batch_size, seed),
-            evaluate=lambda model: {task.metric.name: task.metric.check(task.metric.evaluate(model, data.held_out))},
-            step=None if own is None else step,
-            reference=task.reference,
-        )
-
-    build_task.__name__ = task.name
-    return build_task
-
-
-class _TaskLoader:
-    """The batches of a task's data in the order of a seed, without end."""
-
-    def __init__(self, data: TaskData, batch_size: int, seed: int) -> None:
-        self._data, self._batch_size, self._seed = data, batch_size, seed
-
-    def __iter__(self) -> Iterator[Any]:
-        return self._data.batches(self._seed, self._batch_size)
-
-
 def observed_reference(setup: Setup, seed: int, name: str = "setup") -> Reference:
     """Return the declared reference of a loop, or a reference with the precision observed in the user's step.
 
@@ -116,7 +74,8 @@ def observed_reference(setup: Setup, seed: int, name: str = "setup") -> Referenc
         seen.add(names.get(torch.get_autocast_dtype(kind), "fp32") if torch.is_autocast_enabled(kind) else "fp32")
 
     hook = loop.model.register_forward_pre_hook(note)
-    steps = plain_steps(loop, DataStream(loop.loader, seed))
+    stream = DataStream(loop.loader, seed)
+    steps = plain_steps(loop, stream)
     try:
         for _ in range(_OBSERVED_STEPS):
             next(steps)
@@ -124,6 +83,7 @@ def observed_reference(setup: Setup, seed: int, name: str = "setup") -> Referenc
         raise step_failed(name, error) from error
     finally:
         hook.remove()
+        stream.close()
     return Reference(seen.pop(), declared=False) if len(seen) == 1 else ASSUMED_REFERENCE
 
 
@@ -139,12 +99,11 @@ def step_failed(name: str, error: Exception) -> Exception:
     )
 
 
-def plan_of(loop: Loop, reference: Reference, *, total_steps: int | None = None, **options: Any) -> Plan:
+def plan_of(loop: Loop, reference: Reference, **options: Any) -> Plan:
     """Return a plan for a loop.
 
     Args:
         reference: precision and clipping of the loop.
-        total_steps: optimizer steps of the planned run, or None.
         options: further arguments of `trimtab.plan`.
     """
     own: Mapping[str, Any] = {
@@ -154,13 +113,9 @@ def plan_of(loop: Loop, reference: Reference, *, total_steps: int | None = None,
         "modules": loop.modules,
         "count": loop.count,
         "split": loop.split,
-        "total_steps": total_steps,
         "data": loop.loader,
     }
-    example = next(DataStream(loop.loader, 0))  # A list as a loader would be taken for a batch.
+    stream = DataStream(loop.loader, PLANNING_SEED)
+    example = next(stream)  # A list as a loader would be taken for a batch.
+    stream.close()
     return make_plan(loop.model, loop.optimizer, loop.loss_fn, example, **{**own, **options})
-
-
-def with_reference(loop: Loop, reference: Reference) -> Loop:
-    """Return the loop with a declared or observed reference."""
-    return replace(loop, reference=reference)

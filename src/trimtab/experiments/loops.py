@@ -6,6 +6,7 @@ equal seeds see equal batches in the same order, also if the steps draw differen
 
 from __future__ import annotations
 
+import contextlib
 import random
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -15,15 +16,18 @@ from typing import Any, NamedTuple
 import numpy
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from trimtab.api import start
 from trimtab.core import validation
 from trimtab.core.errors import LoopError, ValueGivenError
 from trimtab.core.objective import ASSUMED_REFERENCE, Reference
-from trimtab.experiments.baselines.loop import autocast, hold_tf32
+from trimtab.distributed.ddp import BUFFERS
+from trimtab.distributed.process_group import has_peers
 from trimtab.losses import parts_of
 from trimtab.measure.finite_check import nonfinite_parameter
 from trimtab.plans.plan import Plan
+from trimtab.state import process_state
 from trimtab.training.batch import BatchSplitting, Count, Split, to_device
 from trimtab.training.run import LossFn
 
@@ -194,37 +198,78 @@ class StepResult(NamedTuple):
     loss: Tensor | float | None
 
 
+_HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def autocast(precision: str, device: torch.device) -> torch.autocast:
+    """Return `torch.autocast` for a precision, disabled for fp32 and tf32."""
+    return torch.autocast(device.type, dtype=_HALF.get(precision), enabled=precision in _HALF)
+
+
 def plain_steps(loop: Loop, batches: Iterator[Any]) -> Iterator[StepResult]:
-    """Train with the user's step or a plain step; yield after every optimizer step."""
+    """Train with the user's step or a plain step; yield after every optimizer step.
+
+    In a job of several ranks, a plain step has the model in DistributedDataParallel.
+    """
     if loop.step is not None:
         yield from _own_steps(loop, loop.step, batches)
         return
     reference = loop.reference or ASSUMED_REFERENCE
-    put_back = hold_tf32(reference.precision)
+    put_back = process_state.hold_tf32() if reference.precision == "tf32" else None
     try:
         yield from _reference_steps(loop, reference, batches)
     finally:
-        put_back()
+        if put_back is not None:
+            put_back()
 
 
-def _reference_steps(loop: Loop, reference: Reference, batches: Iterator[Any]) -> Iterator[StepResult]:
+def separate_steps(loop: Loop, batches: Iterator[Any]) -> Iterator[StepResult]:
+    """Train as `plain_steps`, without communication between ranks."""
+    return _reference_steps(loop, loop.reference or ASSUMED_REFERENCE, batches, is_alone=True)
+
+
+def strict_steps(loop: Loop, batches: Iterator[Any]) -> Iterator[StepResult]:
+    """Train as `plain_steps`, with TF32 and all reduced-precision fp32 modes disabled everywhere."""
+    # A written mode no longer inherits, so only modes different from "ieee" are written.
+    changed = [(place, place.fp32_precision) for place in process_state.fp32_places()]
+    changed = [(place, mode) for place, mode in changed if mode != "ieee"]
+    for place, _ in changed:
+        place.fp32_precision = "ieee"
+    try:
+        yield from plain_steps(loop, batches)
+    finally:
+        for place, mode in changed:
+            place.fp32_precision = mode
+
+
+def _reference_steps(
+    loop: Loop, reference: Reference, batches: Iterator[Any], *, is_alone: bool = False
+) -> Iterator[StepResult]:
     device, scaler = loop.device, torch.amp.GradScaler(loop.device.type, enabled=reference.precision == "fp16")
     parameters = [parameter for group in loop.optimizer.param_groups for parameter in group["params"]]
+    model = loop.model
+    if has_peers() and not is_alone and not isinstance(model, DistributedDataParallel):
+        model = DistributedDataParallel(model, **{BUFFERS: True})
     while True:
         loop.optimizer.zero_grad()
         samples, losses, counts = 0, [], []
-        for _ in range(loop.accumulate):
+        for index in range(loop.accumulate):
             batch = to_device(next(batches), device)
             samples += loop.batching.read(batch).samples or 1
-            with autocast(reference.precision, device):
-                found = parts_of(loop.loss_fn(loop.model, batch))
-            part = found.loss if found.count is not None else found.loss / loop.accumulate
-            scaler.scale(part).backward()
+            is_last = index == loop.accumulate - 1
+            waits = is_last or not isinstance(model, DistributedDataParallel)
+            with contextlib.nullcontext() if waits else model.no_sync():
+                with autocast(reference.precision, device):
+                    found = parts_of(loop.loss_fn(model, batch))
+                is_alone = loop.accumulate == 1 and found.count is not None
+                part, count = (found.loss / found.count, 1.0) if is_alone else (found.loss, found.count)
+                scaler.scale(part).backward()
             losses.append(part.detach())
-            counts.append(1.0 / loop.accumulate if found.count is None else found.count)
+            counts.append(1.0 if count is None else count)
         total = sum(counts)
-        scaler.unscale_(loop.optimizer)
-        if loop.accumulate > 1 or not isinstance(total, float) or total != 1.0:
+        if reference.clip_norm is not None or reference.precision == "fp16":
+            scaler.unscale_(loop.optimizer)
+        if loop.accumulate > 1:
             gradients = [each.grad for each in parameters if each.grad is not None]
             torch._foreach_div_(gradients, total)
         if reference.clip_norm is not None:
@@ -248,10 +293,17 @@ def _own_steps(loop: Loop, step: Step, batches: Iterator[Any]) -> Iterator[StepR
         yield StepResult(samples, mean)
 
 
-def planned_steps(loop: Loop, batches: Iterator[Any], plan: Plan) -> Iterator[StepResult]:
-    """Train through a run with a plan; yield after every optimizer step."""
+def planned_steps(
+    loop: Loop, batches: Iterator[Any], plan: Plan, *, total_samples: int | None = None
+) -> Iterator[StepResult]:
+    """Train through a run with a plan; yield after every optimizer step.
+
+    Args:
+        total_samples: samples of the whole run, for a plan with a schedule of the learning rate.
+    """
     clip_norm = None if loop.reference is None else loop.reference.clip_norm
     options: dict[str, Any] = {"modules": loop.modules, "count": loop.count, "split": loop.split}
+    options["total_samples"] = total_samples
     drawn = _CountedBatches(batches, loop.batching)
     with start(loop.model, loop.optimizer, plan, clip_norm=clip_norm, **options) as run:
         if loop.accumulate > 1 and plan.batch_rule is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from trimtab.core import validation
 from trimtab.core.errors import FormatError
@@ -53,20 +53,22 @@ def recorded_profile(path: str, budget: Budget, objective: Objective, device: st
 
 @dataclass(frozen=True)
 class PlanWithProfile:
-    """A plan with the profile, budget and objective behind it."""
+    """A plan with the profile (None for a tuned plan), budget and objective behind it."""
 
     plan: Plan
-    profile: Profile
+    profile: Profile | None
     budget: Budget
     objective: Objective
 
     def explained(self) -> str:
         """Return the text of the plan, all considered combinations and the measurements."""
-        return "\n\n".join((str(self.plan), self._considered(), self._measured()))
+        if self.profile is None:
+            return str(self.plan)
+        return "\n\n".join((str(self.plan), self._considered(self.profile), self._measured(self.profile)))
 
-    def _considered(self) -> str:
-        found = search_space.priced_candidates(self.profile, self.budget)
-        reference = next((p for p in found if p.candidate == self.profile.reference_candidate), found[0])
+    def _considered(self, profile: Profile) -> str:
+        found = search_space.priced_candidates(profile, self.budget)
+        reference = next((p for p in found if p.candidate == profile.reference_candidate), found[0])
         scores = {point: search_space.score(point, self.objective, reference) for point in found}
         ranked = sorted(found, key=lambda point: (point.refusal is not None, scores[point]))
         weights = f"weights: time {self.objective.time:.2g}, memory {self.objective.memory:.2g}"
@@ -81,8 +83,8 @@ class PlanWithProfile:
             lines.append(f"  {figures}  {point.candidate.describe()}{why}")
         return "\n".join(lines)
 
-    def _measured(self) -> str:
-        return profile_text(self.profile) if self.profile.trials else "No measurements: the plan is for another device."
+    def _measured(self, profile: Profile) -> str:
+        return profile_text(profile) if profile.trials else "No measurements: the plan is for another device."
 
 
 def plan_with_profile(
@@ -101,7 +103,7 @@ def plan_with_profile(
         task: name of a built-in task, `my_module:task`, or the path of a profile file.
         budget, objective: limits and weights of the plan.
         device: name of a target device that is not present, or None.
-        adapt, metering: as in `make_plans`, only for a task measured on this machine.
+        adapt, metering: as in `trimtab.plan`, only for a task measured on this machine.
         progress: receives progress messages.
 
     Raises:
@@ -114,15 +116,15 @@ def plan_with_profile(
         return PlanWithProfile(plan, found, budget if device is None else found.budget, objective)
 
     # These modules import torch, which is not needed to decide from a recorded profile.
-    from trimtab.experiments.task_plans import make_plans, profile_there
+    from trimtab.experiments.task_plans import plan_task, profile_task, profile_there
     from trimtab.tasks import load_task
-    from trimtab.tasks.placement import device_here
 
-    if device is not None:
-        found = profile_there(load_task(task), device, budget=budget, objective=objective, progress=progress)
-        return PlanWithProfile(choose_there(found), found, found.budget, objective)
     loaded = load_task(task)
-    how = {"strong": False, "budget": budget, "objective": objective, "metering": metering, "progress": progress}
-    plans = make_plans(loaded, loaded.load_data(), device_here(), adapt=adapt, **how)
-    found = plans.profiles["equivalent"]
-    return PlanWithProfile(plans.plans.get("tuned", plans.plans["equivalent"]), found, budget, found.objective)
+    if device is not None:
+        found = profile_there(loaded, device, budget=budget, objective=objective, progress=progress)
+        return PlanWithProfile(choose_there(found), found, found.budget, objective)
+    how: dict[str, Any] = {"budget": budget, "objective": objective, "metering": metering, "progress": progress}
+    if adapt:
+        return PlanWithProfile(plan_task(loaded, adapt=adapt, **how), None, budget, objective)
+    found = profile_task(loaded, total_steps=loaded.planned_steps, **how)
+    return PlanWithProfile(choose(found, found.objective, budget), found, budget, found.objective)

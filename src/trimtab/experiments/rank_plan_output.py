@@ -20,8 +20,7 @@ from trimtab.core.parallelism import ENGINES
 from trimtab.core.serialization import is_stream, to_json, write_result, write_whole
 from trimtab.distributed.deepspeed_backend import config_for
 from trimtab.distributed.zero_stage_inputs import traces_of_ranks, with_traces
-from trimtab.experiments.task_plans import loop_of, profile_here, profile_there
-from trimtab.experiments.task_ranks import task_of_rank
+from trimtab.experiments.task_plans import loop_of, profile_task, profile_there, task_of_rank
 from trimtab.measure.fake_tensors import FakeCudaMode
 from trimtab.measure.machine import device_name
 from trimtab.planner.zero_stage import RefusedStage, StageCost, Stages, choose_stage, stages_text, ways_of
@@ -98,7 +97,7 @@ def plan_ranks(
     share = task_of_rank(task, ranks)
     ring_link(link, device or device_name(device_here()), ranks)  # Validates the link before anything is measured.
     if device is None:
-        found = profile_here(share, budget, objective, progress)
+        found = profile_task(share, budget=budget, objective=objective, progress=progress)
         found = with_traces(found, loop_of(share, found.device.kind), progress)
     else:
         found = profile_there(share, device, budget=budget, objective=objective, progress=progress)

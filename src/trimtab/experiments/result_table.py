@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import math
 import statistics
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -16,6 +16,7 @@ from trimtab.core.errors import FormatError
 from trimtab.planner.statistics import Interval, mean_interval, paired_ratios, rank_interval, ratio_interval
 
 SCHEMA = 1
+CONTROL = "baseline again"  # Arm of the baseline's second run, the A/A control.
 
 
 class Row(NamedTuple):
@@ -86,6 +87,10 @@ class ResultTable:
         """Return the rows of a metric and arm in order; of a single seed, if given."""
         return [row for row in self._index.get((metric, arm), ()) if seed in (None, row.seed)]
 
+    def joined(self, others: Iterable[ResultTable]) -> ResultTable:
+        """Return a table of the rows of all tables, in order."""
+        return ResultTable.of(row for table in (self, *others) for row in table)
+
     def value(self, metric: str, arm: str, seed: int = -1) -> float | None:
         """Return the last value of a metric, arm and seed; None without one."""
         found = [row.value for row in self.select(metric, arm, seed)]
@@ -96,28 +101,33 @@ class ResultTable:
         return sorted({row.seed for row in self.select(SECONDS, arm)})
 
 
-# Metrics of paired runs, and their units.
-SECONDS, CPU_SECONDS, SAMPLES, LOSS, PEAK = "seconds", "cpu_seconds", "samples", "loss", "peak_bytes"
-UNITS = {SECONDS: "s", CPU_SECONDS: "s", SAMPLES: "samples", LOSS: "", PEAK: "B"}
-EVALUATION = "evaluation:"
+# Metrics of paired runs, with their units. A round is a block of steps.
+SECONDS, CPU_SECONDS, SAMPLES, LOSS, ENERGY = "seconds", "cpu_seconds", "samples", "loss", "energy"
+# Metrics of a single step, measured apart from paired runs.
+PEAK, FLOPS = "peak_memory", "flops_per_sample"
+UNITS = {SECONDS: "s", CPU_SECONDS: "s", SAMPLES: "samples", LOSS: "", ENERGY: "J", PEAK: "B", FLOPS: "FLOP"}
+EVALUATION = "evaluation:"  # Prefix of the metrics of evaluations, in the round after which they were made.
 
 
 def speed_of_pair(table: ResultTable, arm: str, against: str, seed: int, *, metric: str = SECONDS) -> Interval | None:
-    """Return the speed of `arm` relative to `against` in a paired run, by interleaved blocks; None below two rounds.
+    """Return the speed of `arm` relative to `against` in a paired run, by interleaved rounds; None below two rounds.
 
-    Blocks of a round run in sequence. The first round is left out, because of one-time costs.
+    Rounds run in sequence. The first timed round is left out, because of one-time costs.
+
+    Args:
+        metric: SECONDS, CPU_SECONDS, or ENERGY for the ratio of samples per joule.
     """
-    ours, theirs = (_seconds_per_sample(table, each, seed, metric) for each in (arm, against))
-    rounds = [number for number in ours if number > 0 and number in theirs]
+    ours, theirs = (_cost_per_sample(table, each, seed, metric) for each in (arm, against))
+    rounds = [number for number in ours if number in theirs][1:]
     if len(rounds) < 2:
         return None
     return rank_interval(paired_ratios([ours[each] for each in rounds], [theirs[each] for each in rounds]))
 
 
-def _seconds_per_sample(table: ResultTable, arm: str, seed: int, metric: str) -> dict[int, float]:
-    """Return the seconds per sample of an arm by round."""
+def _cost_per_sample(table: ResultTable, arm: str, seed: int, metric: str) -> dict[int, float]:
+    """Return the value of a metric per sample of an arm, by round."""
     samples = {row.round: row.value for row in table.select(SAMPLES, arm, seed)}
-    taken = table.select(metric, arm, seed)
+    taken = [row for row in table.select(metric, arm, seed) if row.value > 0]
     return {row.round: row.value / samples[row.round] for row in taken if samples.get(row.round)}
 
 
@@ -136,25 +146,20 @@ def speed(table: ResultTable, arm: str, against: str, *, metric: str = SECONDS) 
     return ratio_interval(pairs) if pairs else None
 
 
-def samples_per_s(table: ResultTable, arm: str) -> float | None:
-    """Return the median samples per second over all blocks of an arm; None without blocks."""
-    rates = [
-        1 / seconds
-        for seed in table.seeds_of(arm)
-        for number, seconds in _seconds_per_sample(table, arm, seed, SECONDS).items()
-        if number > 0 and seconds > 0
-    ]
-    return statistics.median(rates) if rates else None
+def per_sample(table: ResultTable, arm: str, metric: str = SECONDS) -> list[float]:
+    """Return the median of a metric per sample over the rounds of an arm, without the first, by seed."""
+    found = (list(_cost_per_sample(table, arm, seed, metric).values()) for seed in table.seeds_of(arm))
+    return [statistics.median(values[1:] or values) for values in found if values]
 
 
 def loss_curve(table: ResultTable, arm: str, seed: int) -> list[tuple[float, float]]:
-    """Return (samples trained on, loss) after every step of an arm; non-finite losses are left out."""
+    """Return (samples trained on, mean loss of the round) of an arm; non-finite losses are left out."""
     number, found = 0.0, []
-    rows = {row.round: row.value for row in table.select("step_samples", arm, seed)}
-    for row in table.select(LOSS, arm, seed):
-        number += rows.get(row.round, 0.0)
-        if math.isfinite(row.value):
-            found.append((number, row.value))
+    losses = {row.round: row.value for row in table.select(LOSS, arm, seed)}
+    for row in table.select(SAMPLES, arm, seed):
+        number += row.value
+        if math.isfinite(losses.get(row.round, math.nan)):
+            found.append((number, losses[row.round]))
     return found
 
 
@@ -165,21 +170,43 @@ def loss_difference(table: ResultTable, arm: str, against: str) -> Interval | No
     """
     found = []
     for seed in table.seeds_of(against):
-        curves = [_last_third(loss_curve(table, each, seed)) for each in (arm, against)]
-        if all(curves) and (theirs := math.fsum(curves[1]) / len(curves[1])) != 0:
-            ours = math.fsum(curves[0]) / len(curves[0])
+        curves = [loss_curve(table, each, seed) for each in (arm, against)]
+        ends = [curve[-1][0] for curve in curves if curve]
+        if len(ends) < 2:
+            continue
+        ours, theirs = (
+            statistics.fmean(loss for samples, loss in curve if samples > min(ends) * 2 / 3) for curve in curves
+        )
+        if theirs != 0:
             found.append(100 * (ours - theirs) / abs(theirs))
     return mean_interval(found) if found else None
 
 
-def _last_third(curve: Sequence[tuple[float, float]]) -> list[float]:
-    return [loss for _, loss in curve[len(curve) * 2 // 3 :]]
+class Evaluated(NamedTuple):
+    """A value of an evaluation, with the samples and seconds of training before it."""
+
+    samples: float
+    seconds: float
+    value: float
 
 
-def final_values(table: ResultTable, arm: str) -> dict[str, list[float]]:
-    """Return the values of an arm's evaluations after the last step, by name, a value per seed."""
-    found: dict[str, list[float]] = {}
+def evaluations(table: ResultTable, arm: str, name: str, seed: int) -> list[Evaluated]:
+    """Return the evaluations of an arm in order."""
+    after = {row.round: row.value for row in table.select(f"{EVALUATION}{name}", arm, seed)}
+    seconds = {row.round: row.value for row in table.select(SECONDS, arm, seed)}
+    found, samples_before, seconds_before = [], 0.0, 0.0
+    for row in table.select(SAMPLES, arm, seed):
+        samples_before += row.value
+        seconds_before += seconds.get(row.round, 0.0)
+        if row.round in after:
+            found.append(Evaluated(samples_before, seconds_before, after[row.round]))
+    return found
+
+
+def final_values(table: ResultTable, arm: str) -> dict[str, dict[int, float]]:
+    """Return the last evaluation of an arm, by name and seed."""
+    found: dict[str, dict[int, float]] = {}
     for row in table:
         if row.arm == arm and row.metric.startswith(EVALUATION):
-            found.setdefault(row.metric.removeprefix(EVALUATION), []).append(row.value)
+            found.setdefault(row.metric.removeprefix(EVALUATION), {})[row.seed] = row.value
     return found

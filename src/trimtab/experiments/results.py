@@ -1,53 +1,34 @@
-"""Reader of results: comparisons, ablations, scaling tables, phase tables, and records of runs.
-
-A new kind of result needs an entry in `KINDS`: file name, a unique JSON key and its class.
-"""
+"""Reader of results: comparisons, scaling tables, phase tables, and records of runs."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from trimtab.core.errors import FormatError
-from trimtab.core.files import read_text
+from trimtab.core.errors import DamagedError, FormatError
+from trimtab.core.files import SMALL_JSON_BYTES, read_text
 from trimtab.core.record import RunSummary, read_summary
 from trimtab.core.serialization import from_jsonable, parse
-from trimtab.experiments.ablation.ablation_result import Ablation
-from trimtab.experiments.comparison.comparison_result import Comparison
-from trimtab.experiments.phase_result import FILE, PhaseResult
-from trimtab.experiments.scaling.scaling_result import Scaling
-from trimtab.experiments.settings_file import NAME
+from trimtab.experiments.comparison import Comparison
+from trimtab.experiments.phase_result import FILE as PHASES
+from trimtab.experiments.phase_result import PhaseResult
+from trimtab.experiments.scaling import FILE as SCALING
+from trimtab.experiments.scaling import Scaling
 
-RECORD = ".jsonl"
+RECORD, RESULT, SETTINGS = ".jsonl", "result.json", "settings.json"
+Result = Comparison | Scaling | PhaseResult | RunSummary
 
-Result = Comparison | Ablation | Scaling | PhaseResult | RunSummary
 
+class Kind(NamedTuple):
+    """A kind of result: file name in a folder, a key of the JSON object that no other kind has, and class."""
 
-@dataclass(frozen=True)
-class Kind:
-    """A kind of result.
-
-    Args:
-        name: name of the kind.
-        file: file name in a result's folder.
-        key: key of the JSON object, unique to the kind.
-        value: class of the result.
-    """
-
-    name: str
     file: str
     key: str
     value: type[Any]
 
 
-KINDS = (
-    Kind("comparison", "report.json", "target_rows", Comparison),
-    Kind("ablation", "report.json", "effects", Ablation),
-    Kind("scaling table", "scaling.json", "links", Scaling),
-    Kind("phase table", FILE, "gains", PhaseResult),
-)
-_EXPECTED = f"a folder or file of {', '.join(kind.name for kind in KINDS)}, or a run's record ({RECORD})"
+KINDS = (Kind(RESULT, "arms", Comparison), Kind(SCALING, "jobs", Scaling), Kind(PHASES, "changes", PhaseResult))
+_EXPECTED = f"a folder or file of compare, race, ablate, scale or phases, or a run's record ({RECORD})"
 
 
 def result_file(path: Path) -> Path:
@@ -58,20 +39,19 @@ def result_file(path: Path) -> Path:
     """
     if not path.is_dir():
         return path
-    files = [path / name for name in dict.fromkeys(kind.file for kind in KINDS) if (path / name).is_file()]
+    files = [path / kind.file for kind in KINDS if (path / kind.file).is_file()]
     if len(files) > 1:
         given, hint = f"a folder of several: {', '.join(file.name for file in files)}", "Name the file."
         raise FormatError(str(path), got=given, expected="one result", hint=hint)
     if files:
         return files[0]
-    if (path / NAME).is_file():  # A settings file without a result: the run was interrupted.
-        raise FormatError(
-            str(path),
-            got="a run that was interrupted before its first result",
-            expected=_EXPECTED,
-            hint="Start its command again with the same --out to resume it.",
-        )
-    raise FormatError(str(path), got="a folder that holds no result", expected=_EXPECTED)
+    is_begun = (path / SETTINGS).is_file()
+    raise FormatError(
+        str(path),
+        got="a run that was interrupted before its first result" if is_begun else "a folder that holds no result",
+        expected=_EXPECTED,
+        hint="Start its command again with the same --out to continue it." if is_begun else "",
+    )
 
 
 def read_result(path: Path) -> Result:
@@ -90,7 +70,7 @@ def read_result(path: Path) -> Result:
         raise FormatError(str(file), got=f"invalid JSON ({error})", expected=_EXPECTED, code="json.invalid") from None
     kind = next((kind for kind in KINDS if isinstance(data, dict) and kind.key in data), None)
     if kind is None:
-        raise FormatError(str(file), got=_description(data), expected=_EXPECTED)
+        raise FormatError(str(file), got="JSON of something else", expected=_EXPECTED)
     try:
         found: Result = from_jsonable(kind.value, data)
     except FormatError as error:
@@ -100,8 +80,24 @@ def read_result(path: Path) -> Result:
     return found
 
 
-def _description(data: Any) -> str:
-    """Return a description of JSON data that is no result."""
-    if isinstance(data, dict) and {"name", "rows"} <= data.keys():
-        return f"the rows that benchmark {data['name']!r:.40} printed, without the run they are of"
-    return "JSON of something else"
+def read_settings(folder: Path) -> dict[str, str]:
+    """Return the settings stored in a folder.
+
+    Raises:
+        FormatError: the file cannot be read.
+        DamagedError: the file is damaged.
+    """
+    path = folder / SETTINGS
+    text = read_text(path, "the JSON file of a command's settings", limit=SMALL_JSON_BYTES)
+    try:
+        found = dict(parse(text))
+        if not all(isinstance(value, str) for value in found.values()):
+            raise ValueError("a value is not a string")
+        return found
+    except (ValueError, TypeError, RecursionError) as error:
+        raise DamagedError(
+            str(path),
+            problem=f"The settings file {path} is damaged: {error}.",
+            hint="Name another folder with --out, or delete this one.",
+            code="settings.damaged",
+        ) from None

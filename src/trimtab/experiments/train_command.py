@@ -17,7 +17,7 @@ from trimtab.core.units import format_moment
 from trimtab.distributed.process_group import job_position
 from trimtab.experiments.carbon_aware_training import CarbonRequest, Clock, schedule_of_rest, train_when_clean
 from trimtab.experiments.progress_bar import ProgressBar
-from trimtab.experiments.task_ranks import plan_on_ranks
+from trimtab.experiments.task_plans import plan_task
 from trimtab.experiments.train import Note, TrainingOptions, train_part, train_whole
 from trimtab.experiments.train_summary import TrainingPart, figures_of
 from trimtab.planner.multi_rank_plan import for_replicas
@@ -71,7 +71,7 @@ def plan_of_run(
         steps: number of batches.
         file: path of a plan, or None.
         kept: checkpoint settings, or None.
-        budget, adapt, rehearse: as in `plan_on_ranks`.
+        budget, adapt, dry_runs: as in `trimtab.plan`.
 
     Raises:
         FormatError: the file contains no plan.
@@ -85,7 +85,7 @@ def plan_of_run(
         return saved
     asked = replace(task, planned_samples=steps * task.batch_size)
     with ProgressBar() as progress:
-        return plan_on_ranks(asked, budget, adapt, progress, dry_runs=dry_runs)
+        return plan_task(asked, adapt=adapt, budget=budget, dry_runs=dry_runs, progress=progress)
 
 
 def _is_of_other_ranks(saved: Plan, kept: Checkpoints) -> bool:

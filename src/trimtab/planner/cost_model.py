@@ -23,7 +23,6 @@ from dataclasses import dataclass, replace
 from trimtab.core.choice import is_by_compiler, is_recorded
 from trimtab.core.hardware import DeviceSpec
 from trimtab.core.memory_model import Line, Operation, Seen, StepWork
-from trimtab.core.step_phases import RooflineBound
 from trimtab.planner import recompute_candidates
 from trimtab.planner.trial_statistics import ratio_by_longest
 from trimtab.plans.profile import SAME_BYTES, SLICED, Candidate, Profile, TracedCandidate, Trial
@@ -59,6 +58,20 @@ def seconds_of(operations: Iterable[Operation], device: DeviceSpec, precision: s
         moving_s = moved / (BANDWIDTH * device.bandwidth_bytes_s)
         total += operation.count * max(computing_s / COMPUTE, moving_s, STARTING_S.get(device.kind, 0.0))
     return total
+
+
+@dataclass(frozen=True)
+class RooflineBound:
+    """Lower bound on the seconds of operators, by a device's peaks (roofline; Williams et al. 2009)."""
+
+    compute_s: float
+    memory_s: float
+    flops: float
+    moved_bytes: float
+
+    def times(self, factor: float) -> RooflineBound:
+        """Return the bound for `factor` times the operators."""
+        return RooflineBound(*(factor * each for each in (self.compute_s, self.memory_s, self.flops, self.moved_bytes)))
 
 
 def roof_of(seen: Iterable[Seen], device: DeviceSpec, precision: str) -> RooflineBound | None:

@@ -63,6 +63,12 @@ class Interval:
     def __post_init__(self) -> None:
         validation.not_negative(self, "n")
 
+    @property
+    def inverse(self) -> Interval:
+        """The interval of the inverse of a positive ratio."""
+        low, high = (math.inf if end <= 0 else 1 / end for end in (self.high, self.low))
+        return Interval(1 / self.mean, low, high, self.n)
+
 
 def ratio_interval(ratios: Sequence[float]) -> Interval:
     """Return `exp(m +- t(n-1, .975) * s / sqrt(n))` on log ratios."""

@@ -98,7 +98,7 @@ def parts_of_key(
         "loss": _digest(loss_fn),
         "sources": _own_sources(),
         "batch": _shapes(batch),
-        "arguments": {name: _plain(value) for name, value in arguments.items()},
+        "arguments": {name: plain_value(value) for name, value in arguments.items()},
         "device": str(device),
         "environment": environment(has_gpu=device.type == "cuda"),
     }
@@ -144,13 +144,14 @@ def _shapes(batch: Any) -> list[Any]:
     return [str(structure), *(_shape(leaf) if isinstance(leaf, Tensor) else _name_of(type(leaf)) for leaf in leaves)]
 
 
-def _plain(value: Any) -> Any:
+def plain_value(value: Any) -> Any:
+    """Return an argument as a value for JSON, equal in every process: functions by code, tensors by shape."""
     if isinstance(value, nn.Module):
         return [repr(value), [_attributes(each) for each in value.modules()]]
     if callable(value) and not is_dataclass(value):
         return _digest(value)
     if isinstance(value, tuple | list) and any(isinstance(each, nn.Module) for each in value):
-        return [_plain(each) for each in value]
+        return [plain_value(each) for each in value]
     leaves = tree_flatten(value)[0]
     if any(isinstance(leaf, Tensor) for leaf in leaves):
         return _shapes(value)
@@ -163,7 +164,7 @@ def _plain(value: Any) -> Any:
 def _digest(function: Any) -> str:
     """Return a digest of a function's code, constants and defaults; of a module or another object, of its call."""
     if isinstance(function, functools.partial):
-        given = [_plain(each) for each in (*function.args, *function.keywords.values())]
+        given = [plain_value(each) for each in (*function.args, *function.keywords.values())]
         return f"{_digest(function.func)} {[*function.keywords]} {given}"
     if isinstance(function, nn.Module):
         return f"{function!r} {_attributes(function)} {_digest(type(function).forward)}"
@@ -172,7 +173,7 @@ def _digest(function: Any) -> str:
     if code is None:
         own = getattr(getattr(type(function), "__call__", None), "__code__", None)  # noqa: B004  # Code, not existence.
         return _name_of(type(function)) + ("" if own is None else _digest_of(own))
-    defaults = [_plain(each) for each in (*(inner.__defaults__ or ()), *(inner.__kwdefaults__ or {}).values())]
+    defaults = [plain_value(each) for each in (*(inner.__defaults__ or ()), *(inner.__kwdefaults__ or {}).values())]
     closed = [each.cell_contents for each in inner.__closure__ or () if _is_filled(each)]
     # Of closed-over functions the code alone, because functions may refer to each other.
     codes = [each.__code__ for each in closed if isinstance(each, types.FunctionType)]

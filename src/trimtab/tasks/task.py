@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from trimtab.core import validation
 from trimtab.core.errors import ValueGivenError
 from trimtab.core.objective import ASSUMED_REFERENCE, Reference
+from trimtab.core.units import METRIC_UNITS
 from trimtab.losses import Summed
 
 # Counter-based random numbers per sample, independent of batch, micro-batch and rank.
@@ -73,14 +74,13 @@ def _signed(value: int) -> int:
     return value - _BITS if value >= _BITS >> 1 else value
 
 
-METRIC_UNITS = ("share", "percent", "relative")
 DECAYS = ("linear", "cosine")
 # Fields of `Task` with hand-tuned recipes: P2 (`strong`) and P3 (`muon`).
 RECIPES = ("strong", "muon")
 # Names of arms of a comparison, which a task's baselines cannot have.
-RESERVED = ("reference", "self", "equivalent_plan", "tuned_plan", "strict", *RECIPES, "strong_plan")
+RESERVED = ("baseline", "plan", "strict", *RECIPES)
 Batch = Any
-Baseline = Callable[["Task", torch.device], Any]
+Baseline = Callable[["Task", Any], Any]  # Takes and returns a `trimtab.Loop`.
 LossFn = Callable[[nn.Module, Batch], Tensor | Summed | tuple[Tensor | Summed, Any]]
 
 
@@ -250,10 +250,8 @@ class Task:
         planned_samples: Samples of the planned run, which limits planning time; None for `budget_samples`.
         strong: Hand-tuned recipe (P2).
         muon: Hand-tuned recipe with Muon (P3).
-        baselines: Further loops to compare with, by name. Each is called with the task and a device, and returns an
-            object with `model`, `optimizer`, `precision`, `step(batches)` and `close()`
-            (`trimtab.experiments.baselines.loop.SteppedLoop`). An attribute `label` of the callable is its name in
-            reports.
+        baselines: Further loops to compare with, by name. `baseline(task, loop)` gets the task and its unchanged
+            `trimtab.Loop` for a seed, and returns the loop to run.
         reference: Settings of the user's loop.
         step: The user's own step function `step(model, optimizer, batch)`, used as the baseline.
         example: `example(rows)` returns a batch with the training shapes, for planning without data; None to read data.

@@ -11,15 +11,15 @@ from torch import nn
 
 from benchmarks.paper.cifar10 import augment
 from trimtab.distributed.sharded_loader import shard
-from trimtab.experiments.baselines.reference import ReferenceLoop
-from trimtab.experiments.paired_runs.plan_loops import PlanLoop
+from trimtab.experiments import loop_setup
+from trimtab.experiments.loops import plain_steps, planned_steps
+from trimtab.experiments.task_loops import TaskLoops
 from trimtab.experiments.train import TrainingOptions, train_whole
 from trimtab.plans.plan import Plan
 from trimtab.tasks import DataSource, Metric, Task, TaskData
 from trimtab.tasks.hand_tuned import FP32_REFERENCE
 from trimtab.tasks.image_classification import mean_cross_entropy
 
-CPU = torch.device("cpu")
 ROWS, BATCH_SIZE = 48, 12
 
 
@@ -54,21 +54,21 @@ TASK = Task(
 )
 
 
-def trained(make, task: Task = TASK, steps: int = 8) -> torch.Tensor:
+def trained(plan: Plan | None = None, task: Task = TASK, steps: int = 8) -> torch.Tensor:
     """Return the weights after two epochs."""
-    torch.manual_seed(1)
-    loop, batches = make(task, CPU), load_data().batches(3, task.batch_size)
+    loop = loop_setup.build(TaskLoops(task).setup, 1)
+    batches = load_data().batches(3, task.batch_size)
+    running = plain_steps(loop, batches) if plan is None else planned_steps(loop, batches, plan)
     for _ in range(steps):
-        loop.step(batches)
-    loop.close()
+        next(running)
+    running.close()
     return torch.cat([parameter.detach().flatten() for parameter in loop.model.parameters()])
 
 
 @pytest.mark.parametrize("micro_batch", [12, 6, 5, 1])
 def test_a_split_batch_trains_as_the_whole_one_does(micro_batch):
-    plan = Plan.fixed(BATCH_SIZE, micro_batch=micro_batch)
-    ours = trained(lambda task, device: PlanLoop(task, device, plan))
-    torch.testing.assert_close(ours, trained(ReferenceLoop), rtol=0, atol=1e-6)  # losses are taken in fp32
+    ours = trained(Plan.fixed(BATCH_SIZE, micro_batch=micro_batch))
+    torch.testing.assert_close(ours, trained(), rtol=0, atol=1e-6)  # losses are taken in fp32
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3, 5])
@@ -90,6 +90,6 @@ def test_batches_are_drawn_from_the_seed_alone():
     for one, other in zip(whole[5:], rest, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
     other = replace(TASK, batch_size=6)
-    assert not torch.allclose(trained(ReferenceLoop), trained(ReferenceLoop, other, 16), rtol=0, atol=1e-3)
+    assert not torch.allclose(trained(), trained(None, other, 16), rtol=0, atol=1e-3)
     found = train_whole(TrainingOptions(TASK, Plan.fixed(BATCH_SIZE), 2), lambda *_: None)
     assert found["data_on"] == "host: trained on the processor: 144 KiB are where they are used"

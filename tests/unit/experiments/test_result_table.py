@@ -21,7 +21,6 @@ def blocks(arm, seed, seconds, samples=10):
 
 def losses(arm, seed, values):
     for number, value in enumerate(values):
-        yield Row(arm, seed, number, "step_samples", 8, "samples")
         yield Row(arm, seed, number, LOSS, value, "")
 
 
@@ -80,4 +79,4 @@ def test_losses_are_compared_over_the_last_third():
     rows = [*losses("b", 0, [9.0, 9.0, 4.0]), *losses("p", 0, [1.0, 1.0, 4.04])]
     table = ResultTable.of([*rows, *blocks("b", 0, [1.0] * 3), *blocks("p", 0, [1.0] * 3)])
     assert result_table.loss_difference(table, "p", "b").mean == pytest.approx(1.0)
-    assert result_table.loss_curve(table, "p", 0) == [(8, 1.0), (16, 1.0), (24, 4.04)]
+    assert result_table.loss_curve(table, "p", 0) == [(10, 1.0), (20, 1.0), (30, 4.04)]

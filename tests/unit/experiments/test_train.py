@@ -127,7 +127,7 @@ def test_other_ranks_than_a_run_was_saved_with_are_refused_with_the_way_out(acce
 
 def test_where_they_are_accepted_the_plan_is_made_anew(monkeypatch):
     kept = SimpleNamespace(saved_plan=lambda: OF_TWO, accepts=("ranks", "plan"))
-    monkeypatch.setattr(train_command, "plan_on_ranks", lambda *_, **__: "made anew")
+    monkeypatch.setattr(train_command, "plan_task", lambda *_, **__: "made anew")
     given = {"file": None, "kept": kept, "budget": Budget(), "adapt": (), "dry_runs": True}
     assert train_command.plan_of_run(tiny, STEPS, **given) == "made anew"
     same = SimpleNamespace(saved_plan=lambda: Plan.fixed(4), accepts=("ranks", "plan"))

@@ -99,23 +99,3 @@ def gradient(task: Task, model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
     return torch.cat(
         [torch.zeros_like(p).flatten() if p.grad is None else p.grad.flatten() for p in model.parameters()]
     )
-
-
-def fp32_modes() -> tuple[str, str]:
-    """Return how CUDA computes in fp32, matmuls and convolutions: "tf32" where it may round."""
-    return torch.backends.cuda.matmul.fp32_precision, torch.backends.cudnn.conv.fp32_precision
-
-
-def modes_of_a_loop(make_loop: Callable[[Task, torch.device], Any], **changes: Any) -> list[tuple[str, str]]:
-    """Return the modes before a loop, in the forward of a step, and after its close."""
-    found = [fp32_modes()]
-
-    def noting(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-        found.append(fp32_modes())
-        return cross_entropy(model, batch)
-
-    task = make_task(loss_fn=noting, **changes)
-    loop = make_loop(task, CPU)
-    loop.step(batches(task))
-    loop.close()
-    return [*found, fp32_modes()]

@@ -1,1 +1,0 @@
-"""Baselines of paired runs as plain torch loops: the unchanged loop, alone or in DDP, and hand-tuned recipes."""

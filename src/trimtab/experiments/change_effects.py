@@ -1,0 +1,64 @@
+"""Effects of the changes of a plan, as queries on an ablation: every change alone, in the plan, and pairs together."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from trimtab.experiments import result_table
+from trimtab.experiments.comparison import BASELINE, PLANNED, Comparison
+from trimtab.planner.statistics import Interval, ratio_interval
+
+ALONE, IN_PLAN, TOGETHER = "alone", "in the plan", "together"
+
+
+@dataclass(frozen=True)
+class ChangeEffect:
+    """Effect of a change: two arms that differ in this change only.
+
+    Args:
+        change: name of the setting; for two settings together, both.
+        setting: ALONE (added to the baseline), IN_PLAN (the plan against the plan without the change) or TOGETHER (the
+            speed of two changes over the product of their speeds alone).
+        arm, against: the arm with the change and the arm without it.
+        speed: relative speed, or for TOGETHER the ratio of speeds.
+        memory: relative peak memory; None if unknown or TOGETHER.
+    """
+
+    change: str
+    setting: str
+    arm: str
+    against: str
+    speed: Interval | None
+    memory: float | None
+
+
+def effects_of(found: Comparison) -> Iterator[ChangeEffect]:
+    """Yield the effect of every change of an ablation, alone and in the plan, and of pairs together."""
+    arms = {frozenset(changes): arm for arm, changes in found.changes.items() if arm not in found.failures}
+    whole = frozenset(found.changes.get(PLANNED, ()))
+    for change in found.changes.get(PLANNED, ()):
+        if (alone := arms.get(frozenset({change}))) is not None:
+            yield _effect(found, change, ALONE, alone, BASELINE)
+        without = BASELINE if len(whole) == 1 else arms.get(whole - {change})
+        if without is not None and len(whole) > 1 and PLANNED not in found.failures:
+            yield _effect(found, change, IN_PLAN, PLANNED, without)
+    for pair in itertools.combinations(found.changes.get(PLANNED, ()), 2):
+        both, *single = (arms.get(frozenset(each)) for each in (pair, pair[:1], pair[1:]))
+        if both is not None and single[0] is not None and single[1] is not None:
+            ratio = _interaction(found, both, (single[0], single[1]))
+            yield ChangeEffect(" and ".join(pair), TOGETHER, both, BASELINE, ratio, None)
+
+
+def _effect(found: Comparison, change: str, setting: str, arm: str, against: str) -> ChangeEffect:
+    return ChangeEffect(change, setting, arm, against, found.speed(arm, against), found.memory(arm, against))
+
+
+def _interaction(found: Comparison, both: str, single: tuple[str, str]) -> Interval | None:
+    """Return the speed of two changes over the product of their speeds alone, paired by seed."""
+    speeds = [result_table.speeds(found.table, arm, BASELINE) for arm in (both, *single)]
+    seeds = [seed for seed in speeds[0] if all(seed in each for each in speeds)]
+    ratios = [math.exp(math.log(speeds[0][s]) - math.log(speeds[1][s]) - math.log(speeds[2][s])) for s in seeds]
+    return ratio_interval(ratios) if ratios else None

@@ -1,1 +1,0 @@
-"""Paired comparison: runs, statistics and verdict."""

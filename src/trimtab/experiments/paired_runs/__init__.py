@@ -1,1 +1,0 @@
-"""Paired runs on a machine: training loops, interleaving and results folder."""

@@ -1,0 +1,101 @@
+"""Output folder of a command: its settings, and the completed parts, from which an interrupted command continues."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+from trimtab.checkpoint.run_lock import lock_run_folder
+from trimtab.core.errors import FormatError
+from trimtab.core.serialization import to_jsonable, write_whole
+from trimtab.distributed.coordinator import ALONE, Coordinator
+from trimtab.experiments.results import SETTINGS, read_settings
+from trimtab.measure.machine import environment
+
+T = TypeVar("T")
+_HERE = ("torch", "trimtab", "cpu", "threads", "gpu")
+
+
+def folder_of(command: str, name: str, out: Path | None) -> Path:
+    """Return the output folder of a command: the given folder, or a folder below `runs`.
+
+    Raises:
+        FormatError: the path is a file.
+    """
+    folder = out or Path("runs") / f"{command}-{name.replace(':', '-').replace('/', '-')}"
+    if folder.exists() and not folder.is_dir():
+        raise FormatError(
+            "--out", problem=f"{folder} is a file.", hint="Name a folder, new or existing.", code="folder.is_file"
+        )
+    return folder
+
+
+class ResultFolder:
+    """Parts of a result, each in a file that is written once.
+
+    Args:
+        path: the folder; None to keep nothing.
+        together: the ranks of the job; only rank 0 reads and writes.
+    """
+
+    def __init__(self, path: Path | None, together: Coordinator = ALONE) -> None:
+        self.path, self._together = path, together
+
+    @contextlib.contextmanager
+    def claimed(self, settings: Mapping[str, Any]) -> Iterator[None]:
+        """Hold the folder for a command with these settings. Collective: all ranks must call it.
+
+        Machine and versions are added to the settings, because they affect times.
+
+        Raises:
+            FormatError: the folder has results of different settings (the error names them), or a damaged file.
+            InUseError: another process uses the folder.
+        """
+        with contextlib.ExitStack() as held:
+
+            def claim() -> None:
+                if self.path is not None:
+                    held.enter_context(lock_run_folder(self.path, "--out"))
+                    self._claim(self.path, settings)
+
+            self._together.made(type(None), claim)
+            yield
+
+    def _claim(self, path: Path, settings: Mapping[str, Any]) -> None:
+        found = environment()
+        here = {key: found[key] for key in _HERE if key in found}
+        wanted = {key: _text(value) for key, value in {**settings, **here}.items() if value is not None}
+        file = path / SETTINGS
+        if not file.exists():
+            write_whole(file, json.dumps(wanted, indent=1))
+            return
+        before = read_settings(path)
+        if differing := sorted(key for key in {*before, *wanted} if before.get(key) != wanted.get(key)):
+            raise FormatError(
+                str(path),
+                problem=f"{path} contains results with different settings: {', '.join(differing)}.",
+                hint="Name another folder with --out, or use the same settings to continue.",
+                code="folder.settings_differ",
+            )
+
+    def has(self, name: str) -> bool:
+        """Return True if a part is complete."""
+        return self.path is not None and (self.path / f"{name}.json").exists()
+
+    def part(self, name: str, kind: type[T], make: Callable[[], T]) -> T:
+        """Return a part from its file, or make and write it. Collective: all ranks must call it."""
+        if self.path is None:
+            return make()
+        file = self.path / f"{name}.json"
+        found = self._together.read(kind, file)
+        if found is None:
+            found = make()
+            self._together.write(file, found)
+        return found
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(to_jsonable(value), sort_keys=True)

@@ -1,0 +1,165 @@
+"""Figures of a comparison: verdicts, quality, effects of changes, flat rows, text and page."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from trimtab.core.energy_reading import MeterFacts, Provenance
+from trimtab.core.errors import FormatError
+from trimtab.core.hardware import DeviceSpec
+from trimtab.core.objective import Reference
+from trimtab.core.serialization import from_json, to_json
+from trimtab.experiments.benchmark_rows import benchmark_object
+from trimtab.experiments.change_effects import effects_of
+from trimtab.experiments.comparison import Comparison, headline_of, html_of, text_of
+from trimtab.experiments.result_table import CONTROL, ENERGY, FLOPS, LOSS, PEAK, SAMPLES, SECONDS, ResultTable, Row
+from trimtab.experiments.time_to_target import QualityMetric
+from trimtab.plans.plan import Plan
+
+JITTER = (1.0, 1.002, 0.999, 1.001, 0.998)
+
+
+def comparison(speeds, *, evaluated=None, pairs=5, losses=True, title="digits", **changes):
+    """Return a comparison of arms with these speeds; `evaluated` are the last accuracies by arm."""
+    rows = []
+    arms = {"baseline": 1.0, CONTROL: 1.0, **speeds}
+    for seed in range(pairs):
+        for index, (arm, speed) in enumerate(arms.items()):
+            for number in range(8):
+                seconds = JITTER[(seed + index) % 5] / speed
+                rows.append(Row(arm, seed, number, SECONDS, seconds, "s"))
+                rows.append(Row(arm, seed, number, SAMPLES, 10.0, "samples"))
+                rows.append(Row(arm, seed, number, ENERGY, 40 * seconds, "J"))
+                if losses:
+                    rows.append(Row(arm, seed, number, LOSS, 2.0 - 0.1 * number, ""))
+                if evaluated is not None:
+                    value = evaluated.get(arm, 0.9) * (number + 1) / 8 + 0.0001 * seed
+                    rows.append(Row(arm, seed, number, "evaluation:accuracy", value, ""))
+    for index, arm in enumerate(arms):
+        rows += [Row(arm, -1, -1, PEAK, 2.0**30 / (1 + index), "B"), Row(arm, -1, -1, FLOPS, 1e9, "FLOP")]
+    found = {
+        "plans": {"plan": Plan.fixed(10, 5, fused_optimizer=True)},
+        "reference": Reference("fp32"),
+        "task": "digits",
+        "meter": MeterFacts(Provenance.MEASURED, ("rapl",)),
+        "device": DeviceSpec("cpu", "cpu", peak_flops={"fp32": 1e12}),
+        "precisions": dict.fromkeys(arms, "fp32"),
+    }
+    return Comparison(title, ("baseline", *speeds), 80, ResultTable.of(rows), **found | changes)
+
+
+@pytest.mark.parametrize(("ours", "verdict"), [(0.9, "equal"), (0.93, "better"), (0.87, "worse")])
+def test_quality_is_judged_by_half_a_point(ours, verdict):
+    metric = QualityMetric("accuracy", targets=(0.5,))
+    found = comparison({"plan": 1.5}, evaluated={"plan": ours}, metric=metric)
+    assert found.quality_verdict() == verdict
+    assert found.metric_difference().mean == pytest.approx(100 * (ours - 0.9), abs=0.01)
+    assert replace(found, failures={"plan": "diverged"}).quality_verdict() == "no verdict"
+    assert comparison({"plan": 1.5}, evaluated={"plan": ours}, metric=metric, pairs=4).quality_verdict() == "no verdict"
+    assert comparison({"plan": 1.5}).metric_difference() is None
+
+
+def test_energy_memory_and_utilisation():
+    found = comparison({"plan": 2.0})
+    assert found.energy().mean == pytest.approx(0.5, rel=1e-2)
+    assert found.energy().low < found.energy().mean < found.energy().high
+    assert found.memory() == pytest.approx(1 / 3)
+    assert found.utilisation("baseline") == pytest.approx(0.01, rel=1e-2)
+    assert found.utilisation("plan") == pytest.approx(0.02, rel=1e-2)
+    assert replace(found, device=None).utilisation("plan") is None
+    assert found.terms_per_s("plan")[0] == pytest.approx(20, rel=1e-2)
+
+
+def test_times_to_targets_count_planning():
+    plan = replace(Plan.fixed(10, 5), planning_s=2.0)
+    metric = QualityMetric("accuracy", targets=(0.3, 0.6))
+    found = comparison({"plan": 2.0}, evaluated={}, metric=metric, plans={"plan": plan})
+    charged, plain = (found.times_to_target("plan", charged=each)[1] for each in (True, False))
+    assert plain.speed.mean == pytest.approx(2.0, rel=1e-2)
+    assert charged.arm_s[0] == pytest.approx(plain.arm_s[0] + 2.0)
+    assert found.planning_s("plan") == 2.0
+    assert found.planning_s("baseline") == 0.0
+
+
+CHANGES = {
+    "plan": ("precision", "fused_optimizer", "micro_batch"),
+    "precision alone": ("precision",),
+    "fused optimizer alone": ("fused_optimizer",),
+    "micro batch alone": ("micro_batch",),
+    "plan without micro batch": ("precision", "fused_optimizer"),
+}
+
+
+def test_effects_of_changes_are_alone_in_the_plan_and_together():
+    speeds = dict(zip(CHANGES, (3.0, 1.5, 1.2, 1.1, 2.0), strict=True))
+    found = comparison(speeds, changes=CHANGES, kind="ablation")
+    effects = {(each.change, each.setting): each for each in effects_of(found)}
+    assert effects["precision", "alone"].speed.mean == pytest.approx(1.5, rel=1e-2)
+    assert effects["micro_batch", "in the plan"].speed.mean == pytest.approx(1.5, rel=1e-2)
+    assert effects["precision and fused_optimizer", "together"].speed.mean == pytest.approx(2.0 / 1.8, rel=1e-2)
+    assert ("precision", "in the plan") not in effects  # The plan without it was not run.
+    failed = replace(found, failures={"precision alone": "out of memory"})
+    assert ("precision", "alone") not in {(each.change, each.setting) for each in effects_of(failed)}
+
+
+def test_rows_have_the_names_of_benchmarks():
+    metric = QualityMetric("accuracy", targets=(0.3,))
+    speeds = {"plan": 2.0, "tuned plan": 1.0, "strong": 3.0, "plan for strong": 3.3}
+    rivals = {"plan for strong": "strong"}
+    plans = dict.fromkeys(("plan", "tuned plan", "plan for strong"), Plan.fixed(10, 5))
+    found = comparison(speeds, evaluated={}, metric=metric, rivals=rivals, plans=plans)
+    made = benchmark_object(found)
+    assert (made["name"], made["environment"]["verdict"]) == ("compare", "gain")
+    rows = {(row["metric"], row.get("arm"), row.get("against")): row for row in made["rows"]}
+    assert rows["throughput_ratio", "equivalent_plan", "reference"]["mean"] == pytest.approx(2.0, rel=1e-2)
+    assert rows["throughput_ratio", "equivalent_plan", "strong"]["mean"] == pytest.approx(2 / 3, rel=1e-2)
+    assert rows["throughput_ratio", "self", "self"]["n"] == 5
+    assert rows["do_no_harm_ratio", "strong_plan", "strong"]["verdict"] == "no harm"
+    assert rows["peak_memory_ratio", "equivalent_plan", "reference"]["mean"] == pytest.approx(1 / 3)
+    assert rows["energy_ratio", "equivalent_plan", "reference"]["mean"] == pytest.approx(0.5, rel=1e-2)
+    assert rows["final_metric_difference", "tuned_plan", "reference"]["plan_kind"] == "tuned"
+    target = rows["time_to_target_ratio", "equivalent_plan", "reference"]
+    assert (target["target"], target["charged"], target["reached"]) == (0.3, False, 5)
+    assert target["mean"] == pytest.approx(0.5, rel=1e-2)
+    assert rows["mfu", "reference", None]["value"] > 0
+    assert rows["planning_s", "equivalent_plan", None]["changes"]
+    ablated = benchmark_object(comparison(dict.fromkeys(CHANGES, 1.5), changes=CHANGES, kind="ablation"))["rows"]
+    assert {row["setting"] for row in ablated if "change" in row} == {"alone", "in the plan", "together"}
+
+
+def test_the_text_fits_a_screen_and_says_what_failed():
+    found = comparison({"plan": 2.0}, failures={"other": "out of memory"})
+    lines = text_of(found).splitlines()
+    assert len(lines) <= 25
+    assert lines[0].startswith("gain: plan")
+    assert any("other failed: out of memory" in line for line in lines)
+    assert headline_of(replace(found, failures={"plan": "diverged"})) == "plan failed: diverged"
+
+
+def test_the_headline_of_a_tuned_plan_is_its_time_to_a_target():
+    metric = QualityMetric("accuracy", targets=(0.3, 0.6))
+    plans = {"plan": Plan.fixed(10, 5), "tuned plan": Plan.fixed(10, 5, schedule="warmup_cosine")}
+    found = comparison({"plan": 1.0, "tuned plan": 2.0}, evaluated={}, metric=metric, plans=plans)
+    assert "accuracy 0.6" in headline_of(found)
+    assert headline_of(found).startswith("gain: tuned plan")
+
+
+def test_the_page_escapes_what_comes_from_outside_and_refers_to_nothing():
+    found = comparison({"plan": 2.0}, title="<script>alert(1)</script>", notes=("<b>note</b>",))
+    page = html_of(found, is_page=True)
+    assert "<script" not in page
+    assert "<b>note" not in page
+    assert "http" not in page
+    assert "P0" not in page
+    assert page.count("<polyline") == 2
+    assert html_of(found, is_page=False) in page
+    assert "<!DOCTYPE" not in html_of(found, is_page=False)
+
+
+def test_a_comparison_is_a_value_and_another_schema_is_refused():
+    found = comparison({"plan": 2.0}, evaluated={}, metric=QualityMetric("accuracy"))
+    assert from_json(Comparison, to_json(found)) == found
+    with pytest.raises(FormatError):
+        replace(found, schema=99)
