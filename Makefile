@@ -57,8 +57,8 @@ $(STAMP): pyproject.toml constraints.txt
 
 demo: $(STAMP) ## Race a small ResNet on real digits against its plans; prints where the report is
 	@rm -rf runs/demo
-	@$(BIN)/trimtab compare digits_resnet --no-peers --whole 1 --out runs/demo
-	@echo "Report: runs/demo/report.html (the same as text: runs/demo/report.md)"
+	@$(BIN)/trimtab compare digits_resnet --out runs/demo
+	@echo "Report: runs/demo/report.html"
 
 test: $(STAMP) ## Run the tests
 	@$(if $(filter-out 0,$(WORKERS)),OMP_NUM_THREADS=1) $(BIN)/python -m pytest \

@@ -44,6 +44,7 @@ CONFLICTS_TITLE = """
 _RUN = ("plan", "start", "Run", "Summed", "Plan", "Choice", "Effect", "profile")
 _ASKED = ("Budget", "Objective", "Reference", "BatchRule", "Stop", "StopReason", "Metering", "Checkpoints")
 _TASKS = ("Task", "TaskData", "Metric", "DataSource", "StrongRecipe", "SampleDraws", "load_task", "of_datasets")
+_EXPERIMENTS = ("Loop", "compare", "race", "ablate", "phases", "RunOptions", "QualityMetric", "Comparison")
 _SOURCES = ("forecast_or_reason", "IntensitySource", "ConstantIntensity", "CsvIntensity")
 
 
@@ -54,7 +55,7 @@ def _of(module: str, *names: str) -> tuple[str, ...]:
 GROUPS = {
     "Plan and train": _of("trimtab", *_RUN),
     "Options of plans and runs": _of("trimtab", *_ASKED),
-    "Comparing loops": _of("trimtab", "Loop", "compare", "race", "ablate", "LoopComparison"),
+    "Comparing loops": _of("trimtab", *_EXPERIMENTS),
     "Records": _of("trimtab", "RecordWriter", "Header", "RunRecord", "read_record"),
     "Several ranks": _of("trimtab", "process_group", "shard"),
     "Errors": _of("trimtab", "errors", "UnprovedSplitWarning"),

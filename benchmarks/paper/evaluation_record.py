@@ -67,7 +67,11 @@ def updated(size: str, found: Sequence[Slice], folder: Path, before: Mapping[str
     order = [name for name in results if name in runs] + [name for name in runs if name not in results]
     claims = [row for row in before.get("claims", ()) if row["run"] not in new]
     judged = {name: (run["task"], facts, rows_of(run)) for name, run in new.items()}
-    claims += [_brief(row) for row in judge_claims(judged) if row["status"] not in (NOT_COMPARABLE, NOT_MEASURED)]
+    claims += [
+        _brief(row, keeps=("run", "task"))
+        for row in judge_claims(judged)
+        if row["status"] not in (NOT_COMPARABLE, NOT_MEASURED)
+    ]
     done = {row["slice"]: row for row in before.get("slices", {}).get("done", ())} | _done(found, folder)
     return {
         "schema": 1,

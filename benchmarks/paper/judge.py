@@ -79,6 +79,9 @@ def judge_goal(goal: Goal, rows: Sequence[Row]) -> tuple[str, str]:
     Args:
         rows: rows of the goal's run; for a prediction, a row of both predictions.
     """
+    failed = failures_of(rows)
+    if lost := [arm for arm in (goal.arm, goal.against) if arm in failed]:
+        return GOAL_WORDS[NO_VERDICT], f"{lost[0]} failed: {failed[lost[0]]}"
     row = _row_of_goal(goal, rows)
     if row is None:
         return NOT_MEASURED, ""
@@ -90,16 +93,23 @@ def judge_goal(goal: Goal, rows: Sequence[Row]) -> tuple[str, str]:
     return GOAL_WORDS.get(status, status), figure_in_words(row, goal.unit)
 
 
+def failures_of(rows: Sequence[Row]) -> dict[str, str]:
+    """Return the errors of the arms of a run that failed in any pair, by name. Their figures show nothing."""
+    return {row["arm"]: row["why"] for row in rows if row["metric"] == "failure"}
+
+
 def _row_of_goal(goal: Goal, rows: Sequence[Row]) -> Row | None:
     if goal.measure in (MONITOR, NO_HARM, PREDICTED) and not (goal.measure == NO_HARM and goal.against):
-        return next((r for r in rows if r["metric"] == goal.measure and goal.arm in ("", r.get("task"))), None)
+        found = (r for r in rows if r["metric"] == goal.measure and goal.arm in ("", r.get("task")))
+        # Interleaved steps share a process, so a plan that changes the allocator affects both loops and shows nothing.
+        return next((r for r in found if goal.measure != NO_HARM or "allocator" not in r.get("changes", "")), None)
     metric, own = METRICS[goal.measure]
     found = [
         row
         for row in rows
         if row["metric"] == metric
         and (row.get("arm"), row.get("against")) == (goal.arm, goal.against)
-        and (goal.measure != "time_to_target" or row["charged"] == goal.charged)
+        and (goal.measure != "time_to_target" or bool(row.get("charged")) == goal.charged)
         and "change" not in row
     ]
     row = nearest(found, goal.target)
@@ -143,6 +153,8 @@ def figure_in_words(row: Row, unit: str = "x") -> str:
     shown = f"{mean:,.0f}{unit}" if abs(mean) >= 1000 else f"{mean:.3f}{unit}"
     if low is None or high is None:
         return shown + rung
+    if row["n"] < MIN_PAIRS_FOR_VERDICT:  # Too few pairs for an interval.
+        return f"{shown} (n = {row['n']}){rung}"
     form = ",.0f" if abs(mean) >= 1000 else ".3f"
     return f"{shown} (95% {low:{form}} to {high:{form}}, n = {row['n']}){rung}"
 
@@ -178,6 +190,8 @@ def judge_claims(runs: Mapping[str, tuple[str, Row, Sequence[Row]]], claims: Seq
 
 def _rows_of_claim(claim: Claim, rows: Sequence[Row]) -> Iterator[Row]:
     is_component = claim.measure.startswith("component_")
+    failed = failures_of(rows)
+    rows = [row for row in rows if row.get("arm") not in failed and row.get("against") not in failed]
     if claim.measure == "mfu":
         yield from ({**row, "mean": row["value"], "n": 1} for row in rows
                     if row["metric"] == "mfu" and row["arm"] in (LITERAL, *OURS))  # fmt: skip

@@ -1,4 +1,4 @@
-"""The script of the whole evaluation: its slices, that it goes on where it stopped, and what it says of goals."""
+"""The script of the whole evaluation: its slices, that it resumes where it stopped, and its record."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import json
 import math
 import os
 import signal
-import statistics
 import subprocess
 import sys
 import textwrap
@@ -18,22 +17,18 @@ from pathlib import Path
 import pytest
 import torch
 import typer
-from benchmarks.paper.evaluation_archive import archive_of, folder_of, pack, unpack_all, unpacked
-from benchmarks.paper.findings import of_comparison
 from call_counts import OutOfReach
-from measured_runs import CPU, GAIN, ablation, arm, around, comparison, scaled
 from raising import raises
+from test_comparison import comparison
+from test_phases import result as phase_result
+from test_scaling import scaling
 from torch.nn import functional as F
-from trimtab.experiments.ablation.ablation_design import changes_of
-from trimtab.experiments.comparison.comparison_result import RatioRow
 
-from benchmarks import advice_figures, evaluation_figures
-from benchmarks.paper import evaluation, goals, results
+from benchmarks.paper import evaluation, goals
 from benchmarks.paper import evaluation_gpu_tasks as timed
 from benchmarks.paper import evaluation_slices as listed
 from benchmarks.paper.claims import IMAGES, TOKENS
-from benchmarks.paper.evaluation_slices import Ran
-from benchmarks.paper.judge import judge_goals
+from benchmarks.paper.evaluation_record import record_of, records, rows_of, text_of, updated
 from benchmarks.paper.resnet50 import bottleneck_resnet
 from benchmarks.paper.tasks import load_task
 from trimtab.api import start
@@ -41,9 +36,14 @@ from trimtab.cli.main import app
 from trimtab.core.choice import MeasuredCost
 from trimtab.core.errors import FormatError, ValueGivenError
 from trimtab.core.recompute_schedule import schedule_of
+from trimtab.core.record import Header, RunRecord, StepRecord, write_record
 from trimtab.core.serialization import read_json, to_json
-from trimtab.experiments.task_plans import require_fits
-from trimtab.experiments.task_ranks import task_of_rank
+from trimtab.experiments.benchmark_rows import benchmark_object
+from trimtab.experiments.plan_changes import changes_of
+from trimtab.experiments.result_table import PEAK, ResultTable, Row
+from trimtab.experiments.subject import MeasuredPart
+from trimtab.experiments.task_plans import require_fits, task_of_rank
+from trimtab.experiments.time_to_target import QualityMetric
 from trimtab.losses import Summed
 from trimtab.measure.blocks import find_blocks
 from trimtab.planner.multi_rank_plan import for_replicas
@@ -77,12 +77,12 @@ def test_every_slice_is_a_command_that_exists(size):
         for stands, file in files.items():
             given = [part.replace(stands, str(ROOT / "benchmarks" / "paper" / file)) for part in given]
         parsed = known[name].make_context(name, list(given)).params
-        load_task(parsed.get("task") or parsed["sources"][0])
+        load_task(parsed["task"])
         assert parsed.get("out") in (None, Path(each.result if each.writes_file else each.folder))
 
 
 def test_slices_and_goals_belong_together():
-    counted = {"--pairs", "--whole", "--seeds", "--rounds"}
+    counted = {"--pairs", "--rounds"}
     for size in ("cpu", "gpu"):
         commands: dict[str, set[tuple[str, ...]]] = {}
         for each in listed.slices(size):
@@ -105,9 +105,11 @@ def test_slices_and_goals_belong_together():
 
 def step_of_p0(kind: str) -> tuple[float, float]:
     """Return the seconds of P0's step on the H200, and those of planning beside it, as they were measured."""
-    found = json.loads((unpacked(ROOT, "evaluation-h200-x1") / f"{kind}-timed/report.json").read_text())
-    (reference,) = (arm for arm in found["arms"] if arm["name"] == "reference")
-    return statistics.median(reference["step_s"]), found["planning_s"]
+    runs = {run["name"]: run for run in records(ROOT)["evaluation-h200-x1"]["runs"]}
+    figures = runs[f"{kind}-timed"]["figures"]
+    (step,) = (row for row in figures["phase_saved_s"] if row["phase"] == "step")
+    (planning,) = figures["planning_s"]
+    return step["reference_s"], planning["planning_s"]
 
 
 def test_times_that_are_asked_for_are_in_reach_of_their_slices():
@@ -120,12 +122,12 @@ def test_times_that_are_asked_for_are_in_reach_of_their_slices():
         task, long = tasks[goal.run.partition("-")[0]]
         for minutes in (9, long):
             (command,) = {each.command[:-4] for each in listed.slices("gpu", minutes) if each.folder == goal.run}
-            caps = {name: float(command[command.index(name) + 1]) for name in ("--cap", "--reference-cap")}
-            assert 3 * caps["--cap"] + caps["--reference-cap"] < 60 * minutes
+            caps = {name: float(command[command.index(name) + 1]) for name in ("--cap", "--baseline-cap")}
+            assert 3 * caps["--cap"] + caps["--baseline-cap"] < 60 * minutes
         assert caps["--cap"] >= 60
         if not goal.of_value:
             step_s, planning_s = step_of_p0(goal.run.partition("-")[0])
-            trains_s = min(caps["--reference-cap"], task.budget_samples / task.batch_size * step_s)
+            trains_s = min(caps["--baseline-cap"], task.budget_samples / task.batch_size * step_s)
             assert trains_s * goal.bar >= planning_s + 120
     for task, per_s, every_s in ((timed.gpt2_timed, 370e3 / 1024, 5), (timed.resnet50_timed, 15e3, 4)):
         assert task.eval_every_samples / per_s < every_s
@@ -239,11 +241,11 @@ def test_a_slice_that_leaves_something_to_go_on_from_stays_to_do_while_it_does(p
 
 
 def test_what_a_slice_takes_is_what_it_took_here(place, made):
-    declared, twelfth = made("races-3", result="races/report.json"), made("races-12", result="races/report.json")
-    plans = made("races-plans", result="races/report.json")
+    declared, twelfth = made("races-3", result="races/result.json"), made("races-12", result="races/result.json")
+    plans = made("races-plans", result="races/result.json")
     assert place.minutes(declared) == declared.minutes == 1
     for name, seconds in (("races-plans", 600.0), ("races-2", 120.0), ("races-10", 301.0)):
-        each = made(name, result="races/report.json")
+        each = made(name, result="races/result.json")
         place.ran(each).parent.mkdir(exist_ok=True)
         ended = evaluation.Ran(name, "", "abc", HERE, seconds, each.result)
         place.ran(each).write_text(to_json(ended))
@@ -257,12 +259,13 @@ def test_what_a_slice_takes_is_what_it_took_here(place, made):
 
 
 def test_what_a_slice_is_declared_to_take_is_about_what_it_took():
-    """Of every slice of which a record is kept; one that ends much sooner does no harm."""
+    """Of every slice of which a record is kept; a slice that ends much sooner does no harm."""
     every = {each.name: each for each in listed.slices("cpu")}
-    folders = [folder for folder in unpack_all(ROOT) if folder.name.endswith("core")]
-    assert len(folders) == 3
-    for folder in folders:
-        took = {path.stem: json.loads(path.read_text())["seconds"] for path in (folder / "done").glob("*.json")}
+    machines = [found for name, found in records(ROOT).items() if name.endswith("core")]
+    assert len(machines) == 3
+    for found in machines:
+        took = {row["slice"]: row["seconds"] for row in found["slices"]["done"] if row["slice"] in every}
+        assert len(took) > 20
         assert {name: s for name, s in took.items() if s > 1.3 * 60 * every[name].minutes} == {}
 
 
@@ -271,8 +274,8 @@ def test_a_slice_that_fails_says_why_and_ends_no_other(place, made):
     assert lines[1] == "bad: failed, no luck"
     assert lines[3] == "empty: failed, it left no empty.json"
     assert not (place.folder / "done").exists()
-    (place.folder / "arm.json").write_text('{"peak_bytes": null}')
-    half = listed.Slice("half", "", ("compare", "x", "--memory", f"{listed.HALF}arm.json"), "half/report.json", 1)
+    (place.folder / "arm.json").write_text(to_json(MeasuredPart(ResultTable(), {"strong": "out of memory"})))
+    half = listed.Slice("half", "", ("compare", "x", "--memory", f"{listed.HALF}arm.json"), "half/result.json", 1)
     assert outcomes([half, made("next")], place) == ["failed", "run"]
     assert ran(place) == ["bad.json", "empty.json", "next.json"]
 
@@ -360,15 +363,18 @@ def test_a_list_of_slices_leaves_nothing(monkeypatch, capsys, tmp_path):
 
 
 def test_a_command_is_made_where_it_runs(place):
-    (place.folder / "arm.json").write_text('{"peak_bytes": 1001}')
+    path = place.folder / "arm" / "steps.json"
+    path.parent.mkdir()
+    peaks = [Row(arm, -1, -1, PEAK, value, "B") for arm, value in (("baseline", 5000.0), ("strong", 1001.0))]
+    path.write_text(to_json(MeasuredPart(ResultTable.of(peaks))))
     task = f"{listed.TASKS}:cifar10_short"
-    each = listed.Slice("x", "", ("compare", task, "--memory", f"{listed.HALF}arm.json"), "x/report.json", 1)
+    each = listed.Slice("x", "", ("compare", task, "--memory", f"{listed.HALF}arm/steps.json"), "x/result.json", 1)
     python, *rest = evaluation._argv(each, place.folder)
     assert python == sys.executable
     assert rest[:3] == ["-m", "trimtab.cli", "compare"]
     assert (place.folder / rest[3].partition(":")[0]).resolve() == ROOT / "benchmarks" / "paper" / "evaluation_tasks.py"
     assert rest[-1] == "500B"
-    (place.folder / "arm.json").write_text('{"peak_bytes": null}')
+    path.write_text(to_json(MeasuredPart(ResultTable.of(peaks[:1]), {"strong": "out of memory"})))
     with raises(FormatError, code="format.invalid"):
         evaluation._argv(each, place.folder)
 
@@ -473,7 +479,7 @@ def test_tables_one_to_three_are_raced_to_the_papers_targets_within_their_slices
                 cap_s = float(command[command.index("--cap") + 1])
                 assert 20 <= cap_s <= 60 * minutes / arms
                 assert arms * cap_s + 2 * min(60, cap_s) < 60 * minutes - 60
-                assert "--reference-cap" not in command
+                assert "--baseline-cap" not in command
                 assert command[-1] != "0"  # a race that is whole, however many there are
             against = found[f"{kind}-whole"][found[f"{kind}-whole"].index("--against") + 1].split(",")
             assert {"paper", "strong"} <= set(against)
@@ -485,11 +491,11 @@ def test_tables_one_to_three_are_raced_to_the_papers_targets_within_their_slices
 def test_slices_are_chosen_by_name_or_folder_and_a_list_says_what_is_left(place):
     found = listed.slices("cpu")
     assert [each.name for each in evaluation.chosen(found, ["monitor"])] == ["monitor"]
-    assert len(evaluation.chosen(found, ["cifar-freed"])) == 6
+    assert len(evaluation.chosen(found, ["cifar-freed"])) == 5
     with raises(FormatError, code="format.invalid", field="--only"):
         evaluation.chosen(found, ["x"])
     lines = list(evaluation.listed(listed.slices("gpu"), place))
-    assert lines[0].startswith("cannot run here  gpt2-timed-plans")
+    assert lines[0].startswith("cannot run here  gpt2-timed-5")
     assert lines[-1] == f"{len(lines) - 1} slices in results; about 2 minutes are left to do here"
     with raises(ValueGivenError, code="value.invalid", field="--size"):
         evaluation.refuse_gpu("cpu", 1)
@@ -497,334 +503,173 @@ def test_slices_are_chosen_by_name_or_folder_and_a_list_says_what_is_left(place)
     evaluation.refuse_gpu("gpu", 1)
 
 
-def stands(says, folder, runs=None):
-    (goal,) = [each for each in goals.GOALS if each.says == says and each.size in ("cpu", "gpu")][:1]
-    (found,) = judge_goals([goal], folder, runs or {})
-    return found.goal_status, found.why
-
-
-def test_a_goal_is_met_missed_or_not_shown_by_its_interval(tmp_path):
-    def at(speed, n=5):
-        return {"cifar-recipes": of_comparison("cifar-recipes", comparison(plan=speed, n=n))}
-
-    says = "cifar: S 1.8x P0"
-    status, figure = stands(says, tmp_path, at(2.0))
-    assert status == "met"
-    assert figure.startswith("2.000x (95% 1.98")
-    assert stands(says, tmp_path, at(1.5))[0] == "missed"
-    assert stands(says, tmp_path, at(1.8))[0] == "not shown"
-    status, figure = stands(says, tmp_path, at(2.0, n=3))
-    assert status == "not shown"
-    assert figure.startswith("pairs 1.980, 2.000")
-    assert "95%" not in figure
-    assert stands(says, tmp_path) == ("not measured", "")
-    of = comparison("cifar10_resnet50")
-    row = replace(of.target_rows[-1], arm="tuned_plan", plan_kind="tuned", target=0.85, ratio=None, bound=">= 2x")
-    open_row = replace(row, verdict=replace(row.verdict, kind="no verdict"))
-    says = "ResNet-50 3x3: F 85% in 60 s, planning counted"
-
-    def at(*seconds):
-        found = replace(of, target_rows=(replace(open_row, arm_s=seconds),))
-        return stands(says, tmp_path, {"resnet-minute": of_comparison("resnet-minute", found)})
-
-    assert at(50.0, 51.0, 52.0, 50.0, 51.0)[0] == "met"
-    assert at(70.0, 71.0, 72.0, 70.0, 71.0)[0] == "missed"
-    assert at(50.0, 51.0, 90.0, 50.0, 51.0)[0] == "not shown"
-    assert at(50.0, 51.0, 52.0, 50.0)[0] == "not shown"
-    assert at(50.0, 51.0, 52.0, 50.0, math.inf) == ("not shown", "50, 51, 52, 50, never s")
-
-
-def test_a_time_is_told_as_speed_and_a_bound_counts(tmp_path):
-    of = comparison()
-    row = replace(of.target_rows[-1], arm="tuned_plan", plan_kind="tuned", ratio=around(5.0), verdict=GAIN)
-    says = "cifar: F 3x P0 to the target, search charged"
-
-    def at(**changes):
-        found = replace(of, target_rows=(replace(row, **changes),))
-        return stands(says, tmp_path, {"cifar-freed": of_comparison("cifar-freed", found)})
-
-    status, figure = at()
-    assert status == "met"
-    assert figure.startswith("5.000x (95% 4.95")
-    assert figure.endswith("to 0.85")
-    assert at(ratio=around(2.0))[0] == "missed"
-    assert at(ratio=None, bound=">= 4.10x") == ("met", ">= 4.10x to 0.85, n = 5")
-    assert at(ratio=None, bound=">= 4.10x", arm_s=(1.0,) * 4)[0] == "not shown"
-    assert at(ratio=None, bound=">= 2.10x")[0] == "not shown"
-    assert at(ratio=None, bound="<= 2.10x")[0] == "missed"
-    assert at(ratio=None, bound="<= 4.10x")[0] == "not shown"
-    assert at(ratio=None, bound="<= 2.10x", arm_s=(1.0,) * 4)[0] == "not shown"
-    assert at(ratio=None, bound="never reached") == ("not shown", "never reached to 0.85, n = 5")
-    assert at(charged=False) == ("not measured", "")
-
-
-def test_a_bound_counts_where_a_harder_rung_was_never_reached(tmp_path):
-    # An hour of the reference does not come to where a minute of the plan does, and nobody to the last rung.
-    of = comparison("wikitext2_gpt2_timed")
-    row = replace(of.target_rows[-1], arm="tuned_plan", plan_kind="tuned", verdict=GAIN)
-    rows = (
-        replace(row, target=100.0, ratio=around(20.0)),
-        replace(row, target=60.0, ratio=None, bound=">= 31.00x"),
-        replace(row, target=45.0, ratio=None, bound="never reached by either"),
+def test_a_slice_that_is_done_in_the_committed_record_is_not_repeated(place, made, tmp_path):
+    kept = replace(place, record=tmp_path / "record.json")
+    one, two = made("one"), made("two")
+    assert kept.recorded == {}
+    evaluation.summary("tiny", [one], kept)
+    assert not kept.record.exists()  # Nothing was completed.
+    summaries = []
+    list(
+        evaluation.run_slices([one], kept, completed=lambda: summaries.append(evaluation.summary("tiny", [one], kept)))
     )
-    run = of_comparison("gpt2-freed", replace(of, target_rows=rows))
-    says = "GPT-2: F 30x P0 to the target, search charged"
-    assert stands(says, tmp_path, {"gpt2-freed": run}) == ("met", ">= 31.00x to 60, n = 5")
-
-    def at(target):
-        run = of_comparison("cifar-recipes", comparison(target=target))
-        return stands("cifar: S within 0.5% of P0's quality", tmp_path, {"cifar-recipes": run})
-
-    status, figure = at(0.85)
-    assert status == "met"
-    assert figure.endswith("; after 1,000 rows; the reference ends at accuracy 0.95 and reaches 0.85")
-    assert at(0.99)[1].endswith("reaches no rung: it is far from trained")
-    says = "the noise monitor takes 0.25%"
-    row = {"metric": "monitor_overhead_ratio", "task": "t", "mean": 1.001, "low": 0.999, "high": 1.003, "n": 100}
-    for half, status in ((0.001, "met"), (0.0001, "not shown")):
-        (tmp_path / "monitor.json").write_text(json.dumps({"rows": [row | {"control_half_width": half}]}))
-        assert stands(says, tmp_path)[0] == status
+    assert len(summaries) == 1
+    assert [row["slice"] for row in kept.recorded["slices"]["done"]] == ["one"]
+    elsewhere = replace(kept, folder=tmp_path / "other")
+    evaluation.claim(elsewhere.folder, HERE)
+    assert elsewhere.state(one)[0] == "done"
+    assert replace(elsewhere, environment=HERE | {"sources": "def"}).state(one)[0] == "stale"
+    assert elsewhere.state(two)[0] == "to do"
+    assert outcomes([one, two], elsewhere) == ["run"]
+    assert ran(elsewhere) == ["two.json"]
+    evaluation.summary("tiny", [one, two], elsewhere)
+    assert [row["slice"] for row in kept.recorded["slices"]["done"]] == ["one", "two"]
 
 
-def test_what_a_plan_for_the_tuned_loop_holds_is_over_that_loop(tmp_path):
-    of = comparison("wikitext2_gpt2")
-    arms = (*of.arms, arm("strong", 1.0, 5), arm("strong_plan", 2.5, 5, "equivalent"))
-    row = replace(
-        of.ratios[0], metric="do_no_harm", arm="strong_plan", against="strong", plan_kind="equivalent", verdict=GAIN
-    )
-    run = of_comparison("gpt2-half", replace(of, arms=arms, ratios=(*of.ratios, row)))
-    assert stands("GPT-2: half of P2's memory", tmp_path, {"gpt2-half": run}) == ("met", "0.400x")
-    small = {"gpt2-small": run}
-    assert stands("GPT-2: within 4.5 GB", tmp_path, small) == ("met", "400,000,000 bytes")
-    assert stands("GPT-2: S 370,000 tokens/s", tmp_path, {"gpt2-timed": run})[0] == "missed"
+# The record.
 
 
-def test_figures_of_an_arm_that_failed_meet_no_goal(tmp_path):
-    of, says = comparison("wikitext2_gpt2"), "GPT-2: S 370,000 tokens/s"
-    arms = tuple(replace(each, terms_per_s=(400e3,) * 5) for each in of.arms)
-    found = replace(of, arms=arms)
-    assert stands(says, tmp_path, {"gpt2-timed": of_comparison("x", found)})[0] == "met"
-    verdict = replace(of.ratios[2].verdict, kind="no verdict", sentence="equivalent_plan failed in 1 of 6 races: 2.00x")
-    rows = tuple(replace(row, verdict=verdict) if row.arm == "equivalent_plan" else row for row in of.ratios)
-    status, figure = stands(says, tmp_path, {"gpt2-timed": of_comparison("x", replace(found, ratios=rows))})
-    assert (status, figure) == ("not shown", "equivalent_plan failed in 1 of 6 races: 2.00x")
-    of, said = comparison("wikitext2_gpt2"), "strong_plan failed in 1 of 6 races: the figure is of what ran"
-    arms = (*of.arms, arm("strong", 1.0, 5), arm("strong_plan", 2.5, 5, "equivalent"))
-    verdict = replace(of.ratios[0].verdict, kind="no verdict", sentence=said)
-    row = replace(
-        of.ratios[0], metric="do_no_harm", arm="strong_plan", against="strong", plan_kind="equivalent", verdict=verdict
-    )
-    run = of_comparison("gpt2-small", replace(of, arms=arms, ratios=(row,)))
-    assert stands("GPT-2: within 4.5 GB", tmp_path, {"gpt2-small": run}) == ("not shown", said)
+def measured(speed, task="cifar10_resnet_short", **changes):
+    """Return a comparison of the paper's recipe and of a plan with a speed."""
+    facts = {"torch": "2.13", "sources": "abc", "os": "Linux"}
+    return comparison({"paper": 1.5, "plan": speed}, task=task, environment=facts, **changes)
 
 
-def test_steps_in_turns_are_of_their_task_and_of_no_change_that_all_of_the_process_has(tmp_path):
-    says = "cifar: no harm to P2, 0.97, step by step"
-    row = {"metric": "do_no_harm_ratio", "task": "cifar10_resnet", "mean": 0.99, "high": 1.0, "n": 240}
-    assert stands(says, tmp_path) == ("not measured", "")
-
-    def at(low, high, changes="nothing", task="cifar10_resnet"):
-        rows = [row | {"low": low, "high": high, "changes": changes, "task": task}]
-        (tmp_path / "no-harm.json").write_text(json.dumps({"rows": rows}))
-        return stands(says, tmp_path)
-
-    for low, high, status in ((0.98, 1.0, "met"), (0.96, 1.0, "not shown"), (0.9, 0.96, "missed")):
-        found, figure = at(low, high)
-        assert (found, figure.endswith("n = 240) of a plan that changes nothing")) == (status, True)
-    assert at(0.98, 1.0, task="wikitext2_gpt") == ("not measured", "")
-    row = {"metric": "do_no_harm_ratio", "task": "cifar10_resnet", "mean": 1.0, "low": 0.99, "high": 1.01, "n": 240}
-    (tmp_path / "no-harm.json").write_text(json.dumps({"rows": [row | {"changes": "allocator retain"}]}))
-    status, figure = stands("cifar: no harm to P2, 0.97, step by step", tmp_path)
-    assert (status, figure) == ("not measured", "allocator retain is of the process, and so of both")
+def write_run(place, name, found, file="result.json"):
+    path = place.folder / name / file
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(to_json(found))
 
 
-def test_a_gain_on_an_easier_target_is_not_shown_where_the_reference_came_further(tmp_path):
-    of = comparison()
-    easy = replace(
-        of.target_rows[-1], arm="tuned_plan", plan_kind="tuned", charged=True, ratio=around(5.0), verdict=GAIN
-    )
-    never = {"arm_s": (math.inf,) * 5, "against_s": (80.0,) * 5, "reached_arm": 0}
-    hard = replace(easy, target=0.9, ratio=None, bound="never reached", **never)
-
-    def at(*rows):
-        run = of_comparison("cifar-freed", replace(of, target_rows=rows))
-        return stands("cifar: F 3x P0 to the target, search charged", tmp_path, {"cifar-freed": run})
-
-    assert at(easy)[0] == "met"
-    status, figure = at(easy, hard)
-    assert (status, figure.endswith("to 0.85; the other arm came further, to 0.9 in more pairs")) == ("not shown", True)
-    assert at(replace(easy, ratio=around(2.0)), hard)[0] == "missed"
-    assert at(hard) == ("not shown", "never reached to 0.9, n = 5")
-    capped = replace(hard, bound="<= 2.50x")
-    assert at(easy, capped)[0] == "not shown"
-    assert at(replace(easy, ratio=around(2.0)), replace(hard, bound="<= 3.20x"))[0] == "missed"
-    assert at(capped) == ("missed", "<= 2.50x to 0.9, n = 5")
+def recorded(place, before=None, size="cpu", facts=HERE):
+    """Return the record of a folder's results, as it is read from its file."""
+    return json.loads(text_of(updated(size, listed.slices(size), place.folder, before or {}, facts)))
 
 
-def test_what_is_told_within_a_limit_is_held_against_what_is_told_without(tmp_path):
-    """A plan that was made within 4.5 GB is within it: what may be missed is the time that it takes for that."""
+def status_of(found, says):
+    (goal,) = [goal for goal in found["goals"] if goal["says"] == says]
+    return goal["status"]
+
+
+def test_a_record_has_the_rows_of_every_run_and_the_status_of_every_goal(place):
+    write_run(place, "cifar-recipes", measured(2.0))
+    write_run(place, "cifar-scale", replace(scaling(), task="cifar10_resnet"), "scaling.json")
+    write_run(place, "cifar-phases", replace(phase_result(), task="cifar10_resnet_short"), "phases.json")
+    steps = tuple(StepRecord(step, 10, 10.0, 1.0, 0.1, 0.5) for step in range(4))
+    write_record(place.folder / "energy.jsonl", RunRecord(Header("cifar10_resnet", 0, None, {}, {}), steps))
+    found = recorded(place)
+    runs = {run["name"]: run for run in found["runs"]}
+    assert {name: run["kind"] for name, run in runs.items()} == {
+        "cifar-recipes": "comparison",
+        "cifar-scale": "scaling",
+        "cifar-phases": "phases",
+        "energy.jsonl": "record",
+    }
+    assert runs["cifar-recipes"]["environment"] == {"torch": "2.13", "sources": "abc"}
+    assert {row["metric"] for row in rows_of(runs["cifar-scale"])} == {"scaling_efficiency"}
+    assert {"phase_saved_s", "step_speedup"} <= set(runs["cifar-phases"]["figures"])
+    assert runs["energy.jsonl"]["figures"]["samples_per_s"] == [{"arm": "run", "value": 20.0}]
+    metrics = list(runs["cifar-recipes"]["figures"])
+    wanted = [row for row in benchmark_object(measured(2.0))["rows"] if row.get("arm") == "equivalent_plan"]
+    kept = [row for row in rows_of(runs["cifar-recipes"]) if row.get("arm") == "equivalent_plan"]
+    assert len(kept) > 5
+    for ours, theirs in zip(kept, sorted(wanted, key=lambda row: metrics.index(row["metric"])), strict=True):
+        assert (ours["metric"], ours.get("against")) == (theirs["metric"], theirs.get("against"))
+        assert ours.get("mean") == (None if theirs.get("mean") is None else pytest.approx(theirs["mean"], rel=1e-4))
+    assert status_of(found, "cifar: S 1.8x P0") == "met"
+    assert status_of(found, "wikitext: S 1.3x P0") == "not measured"
+    assert len(found["goals"]) == len([goal for goal in goals.GOALS if goal.size == "cpu"])
+    assert found["claims"] == []  # Nothing on a CPU is comparable with the paper.
+    assert recorded(place, found) == found
+
+
+def test_a_new_run_replaces_its_rows_and_all_others_are_kept(place):
+    write_run(place, "cifar-recipes", measured(2.0))
+    before = recorded(place)
+    unknown = {"name": "elsewhere", "kind": "new", "task": "x", "figures": {"unknown": [{"arm": "a", "value": 1.0}]}}
+    before["runs"].append(unknown)
+    before["claims"] = [{"run": name, "claim": name, "source": "", "arm": "paper", "status": "pass"}
+                        for name in ("elsewhere", "cifar-recipes")]  # fmt: skip
+    for goal in before["goals"]:
+        if goal["says"] in ("wikitext: S 1.3x P0", "cifar: S 1.8x P0"):
+            goal |= {"status": "met", "figure": "9.000x"}
+    before["slices"]["done"] = [{"slice": "monitor", "sources": "abc", "seconds": 1.0}]
+    write_run(place, "cifar-recipes", measured(1.5))
+    found = recorded(place, before)
+    assert [run["name"] for run in found["runs"]] == ["cifar-recipes", "elsewhere"]
+    (speed,) = (row["mean"] for row in found["runs"][0]["figures"]["throughput_ratio"]
+                if row["arm"] == "equivalent_plan" and row["against"] == "reference")  # fmt: skip
+    assert speed == pytest.approx(1.5, rel=1e-3)
+    assert found["runs"][1] == unknown
+    assert rows_of(unknown) == [{"metric": "unknown", "task": "x", "arm": "a", "value": 1.0}]
+    assert [row["run"] for row in found["claims"]] == ["elsewhere"]
+    assert status_of(found, "cifar: S 1.8x P0") == "missed"
+    assert [goal["figure"] for goal in found["goals"] if goal["says"] == "wikitext: S 1.3x P0"] == ["9.000x"]
+    assert [row["slice"] for row in found["slices"]["done"]] == ["monitor"]
+    assert "monitor" not in found["slices"]["to do"]
+    assert recorded(replace(place, folder=place.folder / "empty"), found) == found
+
+
+def test_goals_of_time_and_of_files_are_judged_from_the_folder(place):
+    plans = {"tuned plan": replace(Plan.fixed(10, 5), planning_s=0.5)}
+    metric = QualityMetric("accuracy", targets=(0.3,))
+    of = comparison({"tuned plan": 10.0}, evaluated={}, metric=metric, plans=plans, task="cifar10_resnet_half")
+    write_run(place, "cifar-freed", of)
+    row = {"metric": "monitor_overhead_ratio", "task": "digits_resnet", "mean": 1.001, "low": 0.999, "high": 1.002}
+    (place.folder / "monitor.json").write_text(json.dumps({"rows": [row | {"n": 100, "control_half_width": 0.001}]}))
+    for name, step_s, size in (("prediction-small", 0.12, 4_400_000_000), ("prediction", 0.1, 15_000_000_000)):
+        plan = replace(Plan.fixed(32), predicted=MeasuredCost(step_s, size))
+        (place.folder / f"{name}.json").write_text(to_json(plan))
+    found = recorded(place)
+    assert status_of(found, "cifar: F 3x P0 to the target, search charged") == "met"
+    assert status_of(found, "the noise monitor takes 0.25%") == "met"
     says = "GPT-2: within 4.5 GB at 1.35x the time without a limit, as told for an H200"
-
-    def told(name, step_s, peak_bytes):
-        plan = replace(Plan.fixed(32), predicted=MeasuredCost(step_s, peak_bytes))
-        (tmp_path / f"{name}.json").write_text(to_json(plan))
-
-    assert stands(says, tmp_path) == ("not measured", "")
-    told("prediction-small", 0.12, 4_400_000_000)
-    assert stands(says, tmp_path) == ("not measured", "")
-    told("prediction", 0.1, 15_000_000_000)
-    status, figure = stands(says, tmp_path)
-    assert status == "predicted met"
-    assert figure == "1.200x the time (0.12 s a step for 0.1), 4,400,000,000 bytes; not measured"
-    for step_s, size in ((0.14, 4_400_000_000), (0.12, 4_600_000_000)):
-        told("prediction-small", step_s, size)
-        assert stands(says, tmp_path)[0] == "predicted missed"
+    assert status_of(found, says) == "predicted met"
+    (place.folder / "prediction.json").unlink()
+    assert status_of(recorded(place), says) == "not measured"
 
 
-def test_the_summary_reads_the_runs_and_writes_their_page(place):
-    (place.folder / "cifar-recipes").mkdir()
-    (place.folder / "cifar-recipes" / "report.json").write_text(to_json(comparison("cifar10_resnet_short")))
-    known = [{"runs": ["cifar-recipes"], "says": "One."}, {"runs": ["x"], "says": "Two."}]
-    known += [{"sources": [comparison().environment["sources"]], "says": "Three."}, {"sources": ["y"], "says": "Four."}]
-    (place.folder / "known.json").write_text(json.dumps({"found": known}))
+def test_claims_of_a_gpu_are_recorded_by_run(place):
+    gpu = HERE | {"gpu": "NVIDIA H200"}
+    write_run(place, "gpt2-recipes", measured(2.0, "wikitext2_gpt2"))
+    first = recorded(place, size="gpu", facts=gpu)
+    assert {(row["run"], row["task"]) for row in first["claims"]} == {("gpt2-recipes", "wikitext2_gpt2")}
+    statuses = {(row["claim"], row["arm"]): row["status"] for row in first["claims"]}
+    assert statuses["27.8% more tokens per second", "paper"] == "pass"
+    assert first["headline"]["kind"] == "2 of 24 shown"  # Throughput and memory.
+    write_run(place, "gpt2-recipes", replace(measured(2.0, "wikitext2_gpt2"), failures={"paper": "out of memory"}))
+    second = recorded(place, first, size="gpu", facts=gpu)
+    assert {row["arm"] for row in second["claims"]} == {"equivalent_plan"}
+    assert second["headline"]["kind"] == "0 of 24 shown"
+
+
+def test_a_changed_figure_of_a_record_is_a_changed_line(place):
+    write_run(place, "cifar-recipes", measured(2.0))
+    found = recorded(place)
+    before = text_of(found).splitlines()
+    found["runs"][0]["figures"]["throughput_ratio"][1]["mean"] = 3.0
+    after = text_of(found).splitlines()
+    assert len(before) == len(after) > 30
+    assert sum(ours != theirs for ours, theirs in zip(before, after, strict=True)) == 1
+
+
+def test_the_records_in_the_checkout_are_read_by_name():
+    found = records(ROOT)
+    assert set(found) >= {"evaluation-h200-x1"}
+    for name, record in found.items():
+        path = record_of(ROOT, name)
+        assert json.loads(path.read_text(encoding="utf-8")) == record
+        assert all(rows_of(run) for run in record["runs"])
+
+
+def test_the_summary_lists_goals_first_and_counts_slices(place):
+    write_run(place, "cifar-recipes", measured(2.0))
     found = evaluation.summary("cpu", listed.slices("cpu"), place)
     statuses = {row["says"]: row["status"] for row in found["rows"] if row["metric"] == "goal"}
     assert statuses["cifar: S 1.8x P0"] == "met"
     assert statuses["wikitext: S 1.3x P0"] == "not measured"
-    page = (place.folder / "evaluation.md").read_text()
-    assert "a smaller task" in page
-    assert [line for line in page.splitlines() if line.startswith("- Run 1 (")] == [
-        "- Run 1 (cifar-recipes): One.",
-        "- Run 1 (cifar-recipes): Three.",
-    ]
-    assert next(evaluation.text(found)) == "not measured     wikitext: S 1.3x P0"
-    (place.folder / "known.json").write_text(json.dumps(known))
-    with raises(FormatError, code="format.invalid"):
-        evaluation.summary("cpu", listed.slices("cpu"), place)
-
-
-def test_a_measure_that_was_found_wrong_counts_for_nothing(place):
-    (place.folder / "cifar-recipes").mkdir()
-    (place.folder / "cifar-recipes" / "report.json").write_text(to_json(comparison("cifar10_resnet_short")))
-    (place.folder / "known.json").write_text(
-        json.dumps({"found": [{"runs": ["cifar-recipes"], "says": "Too fast.", "unfounded": ["throughput"]}]})
-    )
-    found = evaluation.summary("cpu", listed.slices("cpu"), place)
-    statuses = {row["says"]: row["status"] for row in found["rows"] if row["metric"] == "goal"}
-    assert statuses["cifar: S 1.8x P0"] == "not shown"
-    run = results.read_evaluation(listed.slices("cpu"), place.folder)["cifar-recipes"]
-    assert {each.figure for each in run.findings if each.measure == "throughput"} == {None}
-    assert any(each.figure for each in run.findings if each.measure != "throughput")
-    assert "not to be believed" in (place.folder / "evaluation.md").read_text()
-
-
-def test_the_summary_reads_the_runs_once(place, monkeypatch):
-    (place.folder / "cifar-recipes").mkdir()
-    (place.folder / "cifar-recipes" / "report.json").write_text(to_json(comparison("cifar10_resnet_short")))
-    read, read_runs = [], results.read_runs
-    monkeypatch.setattr(results, "read_runs", lambda paths: read.append(paths) or read_runs(paths))
-    evaluation.summary("cpu", listed.slices("cpu"), place)
-    assert len(read) == 1
-
-
-def test_what_is_written_beside_the_records_is_of_the_records_alone(made, place):
-    """Of sources that have changed since the command says so, and no file does: a file is the same on every machine."""
-    one = made("monitor")
-    outcomes([one], place)
-    (place.folder / "monitor.json").write_text('{"rows": []}')
-    here = evaluation.summary("cpu", [one], place)
-    files = {path.name: path.read_text() for path in place.folder.glob("*.json")}
-    (row,) = [row for row in json.loads(files["summary.json"])["rows"] if row["metric"] == "slice"]
-    assert row | {"seconds": 0} == {
-        "metric": "slice",
-        "slice": "monitor",
-        "state": "done",
-        "sources": "abc",
-        "seconds": 0,
-    }
-    later = evaluation.summary("cpu", [one], replace(place, environment=HERE | {"sources": "def"}))
-    assert [found["rows"][-1]["state"] for found in (here, later)] == ["done", "stale"]
-    assert {path.name: path.read_text() for path in place.folder.glob("*.json")} == files
-    assert evaluation.summary("cpu", listed.slices("cpu"), place)["rows"][-1]["state"] == "cannot run here"
-
-
-@pytest.fixture
-def measured(tmp_path):
-    """Return an archived evaluation's folder with a comparison against every peer, an ablation and a scaling table."""
-    folder = folder_of(tmp_path, "evaluation-here")
-    ran = Ran("cifar-recipes-1", "compare", "abc", HERE, 1.0, "cifar-recipes/report.json")
-    found = comparison("cifar10_resnet_short", CPU)
-    peers = [RatioRow("throughput", name, "reference", "", around(1.2), GAIN) for name in ("strict", "strong", "muon")]
-    cut = ablation()
-    refused = replace(cut.changes[0], name="schedule", refusals={"alone": "it needs a rate of its own"})
-    files = {
-        "machine.json": json.dumps({"cpu": "Some CPU", "cpu_cores": "2", "os": "Linux"}),
-        "done/cifar-recipes-1.json": to_json(ran),
-        "cifar-recipes/report.json": to_json(replace(found, ratios=(*found.ratios, *peers))),
-        "cifar-ablate/report.json": to_json(replace(cut, environment=CPU, changes=(*cut.changes, refused))),
-        "cifar-scale/scaling.json": to_json(scaled(environment=CPU)),
-    }
-    for name, text in files.items():
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_text(text)
-    archive = archive_of(tmp_path, folder.name)
-    archive.parent.mkdir(parents=True)
-    assert pack(folder, archive)
-    return folder
-
-
-def test_the_pages_of_an_evaluation_are_made_of_its_runs(measured):
-    assert evaluation_figures.folders(measured.parents[2]) == [measured]
-    runs = results.read_evaluation(listed.slices("cpu"), measured)
-    lines = list(evaluation_figures.report(measured, runs))
-    shown = "\n".join(lines)
-    assert "| cifar: S 1.8x P0 | met | 2.000x (95%" in shown
-    assert "| wikitext: S 1.3x P0 | not measured |" in shown
-    for name in ("P0 strict fp32", "P2 strong", "P3 strong, with Muon", "P1 paper, literal", "trimtab S"):
-        assert f"| throughput | {name} | P0 reference |" in shown
-    assert "| precision | alone | throughput | 1." in shown
-    assert "| schedule | alone | | not run: it needs a rate of its own | | |" in shown
-    assert "## cifar-scale: cifar10_resnet50" in lines
-    assert "`trimtab scale cifar10_resnet50`; torch 2.13, sources abc, threads 1 a rank." in lines
-    assert any(line.startswith("| weak | plan | 2 |") for line in lines)
-    files = evaluation_figures.written("cpu", listed.slices("cpu"), measured)
-    assert set(files) == {"summary.json", "evaluation.md", "evaluation.html", "evaluation.json", "report.md"}
-    assert files == evaluation_figures.written("cpu", listed.slices("cpu"), measured)
-    page = files["evaluation.md"]
-    for said in ("Table I: CIFAR-10", "Table III", "Table IV", "cifar10_resnet_short"):
-        assert said in page
-    (measured / "done" / "cifar-recipes-1.json").unlink()
-    assert evaluation_figures.folders(measured.parents[2]) == []
-
-
-@pytest.mark.parametrize(
-    ("bound", "at_least", "at_most", "told"),
-    [
-        (">= 3.10x", 3.1, None, "at least 3.10x the speed"),
-        ("<= 0.80x", None, 0.8, "at most 0.80x the speed"),
-        ("never reached", None, None, "never reached"),
-        ("", None, None, "not known"),
-    ],
-)
-def test_a_bound_on_a_time_is_told_as_one_of_speeds(bound, at_least, at_most, told):
-    assert evaluation_figures._value({"bound": bound, "at_least": at_least, "at_most": at_most}) == told
-
-
-def test_a_goal_that_was_measured_somewhere_is_not_called_unmeasured_elsewhere(measured):
-    """A machine that a few slices were run on has lines of these alone; what nowhere was measured has one of each."""
-    root, other = measured.parents[2], measured.parent / "evaluation-other"
-    (other / "done").mkdir(parents=True)
-    (other / "machine.json").write_text(json.dumps({"cpu": "A CPU avx512_bf16", "cpu_cores": "2", "os": "Linux"}))
-    (other / "done" / "monitor.json").write_text(
-        to_json(Ran("monitor", "monitor.py", "abc", HERE, 1.0, "monitor.json"))
-    )
-    row = {"task": "digits_resnet", "metric": "monitor_overhead_ratio", "mean": 1.0, "low": 0.99, "high": 1.01, "n": 8}
-    (other / "monitor.json").write_text(json.dumps({"rows": [row | {"control_half_width": 0.02}]}))
-    pack(other, archive_of(root, other.name))
-    lines = [line.split(" | ")[:2] for line in advice_figures._goals(root)]
-    found = [(says.removeprefix("| "), status) for says, status in lines]
-    assert [status for says, status in found if says.endswith("the noise monitor takes 0.25%")] == ["met"]
-    assert ("with bf16, the noise monitor takes 0.25%", "met") in found
-    assert [says for says, _ in found if says.endswith("cifar: S 1.8x P0")] == ["without bf16, cifar: S 1.8x P0"]
-    unknown = [says for says, _ in found if says.endswith("wikitext: S 1.3x P0")]
-    assert sorted(unknown) == ["with bf16, wikitext: S 1.3x P0", "without bf16, wikitext: S 1.3x P0"]
+    states = [row for row in found["rows"] if row["metric"] == "slice"]
+    assert len(states) == len(listed.slices("cpu"))
+    said = list(evaluation.text(found))
+    assert len(said) == len(statuses) + 1
+    assert said[0].split("  ")[0] == next(iter(statuses.values()))

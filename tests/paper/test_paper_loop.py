@@ -17,6 +17,10 @@ from benchmarks.paper.recipes import paper
 from benchmarks.paper.recipes.paper import ALLOWED_K, PaperLoop, Segment, checkpoint_every_sqrt, half_precision
 from benchmarks.paper.tasks import load_task
 from trimtab.core.batch_rule import warmup_cosine
+from trimtab.core.objective import Reference
+from trimtab.experiments import loop_setup
+from trimtab.experiments.loops import plain_steps
+from trimtab.experiments.task_loops import TaskLoops
 
 BUDGET = 3200
 
@@ -172,6 +176,23 @@ def test_the_rate_is_linear_in_k_and_follows_the_rows():
     assert first == pytest.approx(10 * second)
 
 
+def test_a_comparison_takes_the_same_steps_from_the_weights_of_its_baseline(monkeypatch):
+    """Also where k changes within training: a step of the comparison is then half a step of the recipe."""
+    monkeypatch.setattr(PaperLoop, "_choose_k", lambda self, sigma2: setattr(self, "k", 8))
+    task = make_task("gpt", make_optimizer=sgd(0.1), baselines={"paper": paper.paper})
+    own = TaskLoops(task)
+    loop, baseline = (loop_setup.build(setup, 3) for setup in (own.recipe("paper"), own.setup))
+    assert torch.equal(weights(loop.model), weights(baseline.model))
+    assert loop.reference == Reference("fp32")
+    running = plain_steps(loop, batches(task))
+    assert [next(running).samples for _ in range(5)] == [4 * ROWS] * 5  # of 4, 8 and 8 batches
+    alone, data = paper_loop(task), batches(task)
+    assert torch.equal(weights(alone.model), weights(baseline.model))
+    assert [alone.step(data) for _ in range(3)] == [4 * ROWS, 8 * ROWS, 8 * ROWS]
+    assert torch.equal(weights(loop.model), weights(alone.model))
+    assert not torch.equal(weights(loop.model), weights(baseline.model))
+
+
 # Equations 13 to 17: half precision.
 def test_half_precision_is_what_the_device_has(monkeypatch):
     assert half_precision(torch.device("cuda")) == "fp16"
@@ -266,7 +287,6 @@ def test_a_parameter_that_is_not_reached_or_frozen_stays():
     loop = paper_loop(task)
     before = loop.model[0].weight.clone()
     loop.step(batches(task))
-    loop.close()
     assert torch.equal(loop.model[0].weight, before)
 
 

@@ -110,3 +110,19 @@ def test_what_does_not_fit_is_refused_in_one_line(command, line, code):
     assert (status, out) == (1, "")
     assert err.endswith(f" [{code}]\n")
     assert err.count("\n") == 1
+
+
+def test_a_loop_is_trained_with_a_plan(command, tmp_path):
+    code, out, _ = command("train train.py:setup --steps 6 --plan plan.json --record run.jsonl --json")
+    found = json.loads(out)
+    assert (code, found["steps"], found["samples"]) == (0, 6, 48)
+    assert len((tmp_path / "run.jsonl").read_text().splitlines()) >= 6
+    code, out, _ = command("train train.py:setup --steps 6")
+    assert code == 0
+
+
+@pytest.mark.parametrize("options", ["--batch-size 4", "--judged 2", "--ranks 2", "--when-clean a.csv --by 1h"])
+def test_options_of_tasks_are_refused_for_a_loop(command, options):
+    code, _, err = command(f"train train.py:setup --plan plan.json {options}")
+    assert code
+    assert options.split()[0] in err

@@ -37,7 +37,7 @@ ALLOWED_K = (4, 8)
 
 def paper(task: Task, loop: Loop) -> Loop:
     """Return the loop of the paper's recipe for a task: a baseline of a comparison."""
-    made = PaperLoop(task, loop.device)
+    made = PaperLoop(task, loop.device, loop.model)
 
     def step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any) -> None:
         made.add(batch)
@@ -48,11 +48,17 @@ def paper(task: Task, loop: Loop) -> Loop:
 
 
 class PaperLoop:
-    """Training loop of the paper's optimised recipe."""
+    """Training loop of the paper's optimised recipe.
 
-    def __init__(self, task: Task, device: torch.device) -> None:
+    Args:
+        task: the task.
+        device: device of the model.
+        model: the task's model, with the weights of the baseline of a comparison; None to make one.
+    """
+
+    def __init__(self, task: Task, device: torch.device, model: nn.Module | None = None) -> None:
         self._task, self._device = task, device
-        self.model = task.make_model().to(device).train()
+        self.model = (task.make_model().to(device) if model is None else model).train()
         checkpoint_every_sqrt(self.model)
         self.optimizer = task.make_optimizer(self.model)
         self._rates = [group["lr"] for group in self.optimizer.param_groups]

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import sys
 import time
+from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -38,6 +40,7 @@ from trimtab.cli.options import (
 )
 from trimtab.cli.output import print_error, print_figures
 from trimtab.core.errors import ValueGivenError
+from trimtab.experiments.progress_bar import ProgressBar
 
 if TYPE_CHECKING:
     from trimtab.experiments.train_command import LowCarbonOptions
@@ -131,6 +134,24 @@ def _require_what_they_need(num_ranks: int, pauses: str | None, *, is_kept: bool
         )
 
 
+def _refuse_task_options(given: dict[str, Any]) -> None:
+    """Refuse options of tasks for a function `setup(seed)`."""
+    for option, value in given.items():
+        if value is not None:
+            raise ValueGivenError(
+                option,
+                problem=f"{option} needs a task, but a function was given.",
+                hint=f"Remove {option}.",
+                code="option.needs_task",
+            )
+
+
+def _refuse_planning_with(plan_file: Path | None, adapt: str | None, memory: str | None) -> None:
+    if plan_file is not None:
+        refuse_adapt(adapt, "--plan")
+        refuse_memory(memory)
+
+
 def train(
     task: TaskName,
     steps: Annotated[int, typer.Option(min=1, help="optimizer steps")] = 100,
@@ -160,24 +181,53 @@ def train(
     dry_run: DryRun = False,
     as_json: Json = False,
 ) -> None:
-    """Train a task with a plan and evaluate it, immediately or at a time of low carbon intensity (`--when-clean`)."""
+    """Train a task, or the loop of a function, with a plan and evaluate it.
+
+    A task may also be trained at a time of low carbon intensity (`--when-clean`).
+    """
     from trimtab.api import Metering
     from trimtab.core.objective import Budget
     from trimtab.core.validation import one_of
     from trimtab.distributed.launch import launch
     from trimtab.distributed.process_group import job_position, process_group
-    from trimtab.experiments.task_plans import task_of_rank
+    from trimtab.experiments.loop_training import LoopTraining
+    from trimtab.experiments.task_plans import plan_task, task_of_rank
     from trimtab.experiments.task_ranks import ranks_of_job
     from trimtab.experiments.train_command import plan_of_run, train_or_tell
     from trimtab.experiments.train_record import require_trackers
-    from trimtab.tasks import load_task
+    from trimtab.tasks import Task, load_task_or_setup
     from trimtab.training.nonfinite import POLICIES
 
     here, limits = job_position(), Budget(memory)
     one_of("--nonfinite", nonfinite, POLICIES)
     grid = intensity(carbon, carbon_kind) if carbon or not when_clean else None
-    loaded = load_task(task).shortened(batch_size=batch_size, judged_batches=judged)
-    kept, tracks = kept_in(loaded.name, checkpoints, every, resume, accept), tuple(track or ())
+    loop, tracks = load_task_or_setup(task), tuple(track or ())
+    own: dict[str, Any] = {"seed": seed, "record": record, "metering": Metering(energy_watts), "grid": grid}
+    own |= {"tracks": tracks, "nonfinite": nonfinite}
+    planning: dict[str, Any] = {"file": plan_file, "budget": limits, "dry_runs": dry_runs}
+    if not isinstance(loop, Task):
+        _refuse_task_options({"--batch-size": batch_size, "--judged": judged, "--when-clean": when_clean})
+        _refuse_alone({"--by": by, "--pauses": pauses, "--takes": takes, "--idle-watts": idle_watts})
+        name = task.rpartition(":")[2]
+        if ranks_of_job(ranks) > 1:
+            raise ValueGivenError(
+                "--ranks",
+                problem=f"{name} is a function setup(seed), whose loader is not divided among ranks.",
+                hint="Call trimtab.start in your own script, and start it with torchrun.",
+                code="option.needs_task",
+            )
+        kept = kept_in(name, checkpoints, every, resume, accept)
+        require_record(record, kept, name, seed)
+        require_trackers(tracks, record)
+        _refuse_planning_with(plan_file, adapt, memory)
+        trained = LoopTraining(loop, name, steps, checkpoints=kept, **own)
+        made = plan_of_run(trained.plan, kept=kept, adapt=settings_to_adapt(adapt), **planning)
+        with ProgressBar() as progress:
+            found = trained.train(made, progress)
+        print_figures(found, as_json=as_json)
+        return
+    loaded = loop.shortened(batch_size=batch_size, judged_batches=judged)
+    kept = kept_in(loaded.name, checkpoints, every, resume, accept)
     hours = clean_hours(
         when_clean,
         carbon_kind,
@@ -192,37 +242,14 @@ def train(
     )
     require_record(*(None, None) if here.rank else (record, kept), loaded.name, seed)
     require_trackers(tracks, record)
-    if plan_file is not None:
-        refuse_adapt(adapt, "--plan")
-        refuse_memory(memory)
+    _refuse_planning_with(plan_file, adapt, memory)
     if ranks > 1 and here.num_ranks == 1:
         task_of_rank(loaded, ranks)
         launch(sys.argv[1:], ranks)
         return
     with process_group():
-        made = partial(
-            plan_of_run,
-            loaded,
-            steps,
-            file=plan_file,
-            kept=kept,
-            budget=limits,
-            adapt=settings_to_adapt(adapt),
-            dry_runs=dry_runs,
-        )
-        found = train_or_tell(
-            loaded,
-            steps,
-            made,
-            hours,
-            print_error,
-            checkpoints=kept,
-            seed=seed,
-            record=record,
-            metering=Metering(energy_watts),
-            grid=grid,
-            tracks=tracks,
-            nonfinite=nonfinite,
-        )
+        make = partial(plan_task, replace(loaded, planned_samples=steps * loaded.batch_size))
+        plan = partial(plan_of_run, make, kept=kept, adapt=settings_to_adapt(adapt), **planning)
+        found = train_or_tell(loaded, steps, plan, hours, print_error, checkpoints=kept, **own)
     if here.rank == 0:
         print_figures(found, as_json=as_json)

@@ -15,7 +15,7 @@ from trimtab.measure.machine import device_spec, environment
 from trimtab.settings.precision import precision_refusal
 from trimtab.tasks.placement import device_here
 
-_EXTRAS = {"rich": "cli", "typer": "cli", "matplotlib": "report", "sklearn": "tasks"}
+_EXTRAS = {"rich": "cli", "typer": "cli", "jinja2": "cli", "sklearn": "tasks"}
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import random
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -330,6 +330,21 @@ class _CountedBatches(Iterator[Any]):
         batch = next(self._batches)
         self.samples += self._batching.read(batch).samples or 1
         return batch
+
+
+def evaluated(loop: Loop) -> dict[str, float]:
+    """Return the values of the loop's evaluation by name, empty without one; module modes are restored."""
+    if loop.evaluate is None:
+        return {}
+    modes = [(module, module.training) for module in loop.model.modules()]
+    found = loop.evaluate(loop.model)
+    for module, mode in modes:
+        module.training = mode
+    named = found if isinstance(found, Mapping) else {"evaluation": found}
+    return {
+        name: float(value.item() if isinstance(value, Tensor) else value)  # One synchronisation per evaluation.
+        for name, value in named.items()
+    }
 
 
 def nonfinite_in(loop: Loop, loss: float | None) -> str:

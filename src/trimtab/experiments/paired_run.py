@@ -21,7 +21,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from trimtab.core.energy_reading import WINDOW_S, MeterFacts, Provenance
 from trimtab.core.errors import TrimtabError, ValueGivenError
@@ -264,16 +263,7 @@ class _RunningArm:
         if self.loop.evaluate is None:
             return {}
         self.state.restore()
-        modes = [(module, module.training) for module in self.loop.model.modules()]
-        found = self.loop.evaluate(self.loop.model)
-        for module, mode in modes:
-            module.training = mode
-        named = found if isinstance(found, Mapping) else {"evaluation": found}
-        own = {
-            name: float(value.item() if isinstance(value, Tensor) else value)  # One synchronisation per evaluation.
-            for name, value in named.items()
-        }
-        values = {name: self._together.each(value)[0] for name, value in own.items()}
+        values = {name: self._together.each(value)[0] for name, value in loops.evaluated(self.loop).items()}
         self.state = ProcessState.capture()
         if any(not math.isfinite(value) for value in values.values()):
             raise FloatingPointError(f"after {self.num_steps} steps, the evaluation is not finite")

@@ -5,19 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from trimtab.carbon.job import RemainingWork, power_of, step_seconds
 from trimtab.checkpoint.config import Checkpoints
 from trimtab.core.energy_reading import NO_METER
 from trimtab.core.errors import ValueGivenError
 from trimtab.core.objective import Budget
+from trimtab.core.progress import Progress
 from trimtab.core.serialization import read_json
 from trimtab.core.units import format_moment
 from trimtab.distributed.process_group import job_position
 from trimtab.experiments.carbon_aware_training import CarbonRequest, Clock, schedule_of_rest, train_when_clean
 from trimtab.experiments.progress_bar import ProgressBar
-from trimtab.experiments.task_plans import plan_task
 from trimtab.experiments.train import Note, TrainingOptions, train_part, train_whole
 from trimtab.experiments.train_summary import TrainingPart, figures_of
 from trimtab.planner.multi_rank_plan import for_replicas
@@ -52,9 +52,14 @@ class LowCarbonOptions:
         return RemainingWork(steps, step_s, seconds_by, power, self.pause_s)
 
 
+class MakesPlan(Protocol):
+    """Makes the plan of a run: `plan_task` for a task, or `LoopTraining.plan`."""
+
+    def __call__(self, *, budget: Budget, adapt: Collection[str], dry_runs: bool, progress: Progress) -> Plan: ...
+
+
 def plan_of_run(
-    task: Task,
-    steps: int,
+    make: MakesPlan,
     *,
     file: Path | None,
     kept: Checkpoints | None,
@@ -67,8 +72,7 @@ def plan_of_run(
     A run resumed on a different number of ranks gets a new plan, if "ranks" and "plan" changes are accepted.
 
     Args:
-        task: the task.
-        steps: number of batches.
+        make: makes a plan.
         file: path of a plan, or None.
         kept: checkpoint settings, or None.
         budget, adapt, dry_runs: as in `trimtab.plan`.
@@ -83,9 +87,8 @@ def plan_of_run(
     if kept is not None and saved is not None and not _is_of_other_ranks(saved, kept):
         _refuse_planning(budget, adapt)
         return saved
-    asked = replace(task, planned_samples=steps * task.batch_size)
     with ProgressBar() as progress:
-        return plan_task(asked, adapt=adapt, budget=budget, dry_runs=dry_runs, progress=progress)
+        return make(adapt=adapt, budget=budget, dry_runs=dry_runs, progress=progress)
 
 
 def _is_of_other_ranks(saved: Plan, kept: Checkpoints) -> bool:

@@ -68,7 +68,7 @@ def figures_of(task: Task, steps: int, parts: Sequence[TrainingPart]) -> dict[st
         f"{task.terms}_per_s": round(math.fsum(part.terms for part in parts) / seconds, 1),
         "energy": energy.describe(),
         "energy_j": energy.joules,
-        **_carbon_figures([part.carbon for part in parts if part.carbon is not None]),
+        **carbon_figures([part.carbon for part in parts if part.carbon is not None]),
         # Absent if no step remained.
         **({} if last.done * task.batch_size == last.samples_before else {"loss": last.loss}),
         "data": f"{last.data.name} ({last.data.origin})",
@@ -82,7 +82,8 @@ def _name_beside(metric: str, found: Mapping[str, Any]) -> str:
     return f"held_out_{metric}" if metric in {*found, "loss"} else metric
 
 
-def _carbon_figures(parts: Sequence[Carbon]) -> dict[str, Any]:
+def carbon_figures(parts: Sequence[Carbon]) -> dict[str, Any]:
+    """Return the named carbon figures of a run in parts; empty without parts."""
     if not parts:
         return {}
     found = sum_carbon(parts)

@@ -122,13 +122,14 @@ OF_TWO = Plan.fixed(4, num_ranks=2, zero_stage=0)
 def test_other_ranks_than_a_run_was_saved_with_are_refused_with_the_way_out(accepts):
     kept = SimpleNamespace(saved_plan=lambda: OF_TWO, accepts=accepts)
     with raises(ValueGivenError, code="resume.ranks_differ", field="--ranks"):
-        train_command.plan_of_run(tiny, STEPS, file=None, kept=kept, budget=Budget(), adapt=(), dry_runs=True)
+        train_command.plan_of_run(
+            lambda **_: Plan.fixed(4), file=None, kept=kept, budget=Budget(), adapt=(), dry_runs=True
+        )
 
 
-def test_where_they_are_accepted_the_plan_is_made_anew(monkeypatch):
+def test_where_they_are_accepted_the_plan_is_made_anew():
     kept = SimpleNamespace(saved_plan=lambda: OF_TWO, accepts=("ranks", "plan"))
-    monkeypatch.setattr(train_command, "plan_task", lambda *_, **__: "made anew")
     given = {"file": None, "kept": kept, "budget": Budget(), "adapt": (), "dry_runs": True}
-    assert train_command.plan_of_run(tiny, STEPS, **given) == "made anew"
+    assert train_command.plan_of_run(lambda **_: "made anew", **given) == "made anew"
     same = SimpleNamespace(saved_plan=lambda: Plan.fixed(4), accepts=("ranks", "plan"))
-    assert train_command.plan_of_run(tiny, STEPS, **given | {"kept": same}) == Plan.fixed(4)
+    assert train_command.plan_of_run(lambda **_: "made anew", **given | {"kept": same}) == Plan.fixed(4)
