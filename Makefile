@@ -55,9 +55,9 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	@touch $@
 
-demo: $(STAMP) ## Race a small ResNet on real digits against its plans; prints where the report is
+demo: $(STAMP) ## Compare a small ResNet on real digits with its plan; prints where the report is
 	@rm -rf runs/demo
-	@$(BIN)/trimtab compare digits_resnet --out runs/demo
+	@$(BIN)/trimtab compare digits_resnet --steps 150 --evaluate-every 30 --out runs/demo
 	@echo "Report: runs/demo/report.html"
 
 test: $(STAMP) ## Run the tests

@@ -87,7 +87,13 @@ ONLY = {
         "trimtab.integrations",
     },
     "trimtab.experiments.result_table": {"trimtab.core", "trimtab.planner.statistics"},
+    "trimtab.experiments.change_effects": {
+        "trimtab.core",
+        "trimtab.planner.statistics",
+        "trimtab.experiments.result_table",
+    },
     "trimtab.experiments.comparison": {
+        "trimtab.experiments.change_effects",
         "trimtab.core",
         "trimtab.plans",
         "trimtab.planner.statistics",

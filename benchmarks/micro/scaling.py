@@ -46,8 +46,8 @@ from trimtab.distributed.bandwidth_test import calibrate
 from trimtab.distributed.dry_run import DryRuns
 from trimtab.distributed.process_group import from_first, job_position, total
 from trimtab.experiments import loop_setup, loops
-from trimtab.experiments.comparison import PLANNED
 from trimtab.experiments.loops import DataStream, StepResult
+from trimtab.experiments.result_table import PLANNED
 from trimtab.experiments.scale import ScaleOptions, run_job
 from trimtab.experiments.scaling import ALONE
 from trimtab.experiments.subject import RunOptions, Subject

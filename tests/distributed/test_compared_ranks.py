@@ -119,3 +119,32 @@ def test_a_rank_that_fails_ends_the_comparison_with_one_reason(folder, where):
     assert done.stderr.count("a bad batch") == 1, done.stderr
     assert "Traceback" not in done.stderr
     assert not done.stdout
+
+
+LOOP = """
+import torch, trimtab
+from torch import nn
+
+BATCHES = [torch.randn(8, 4, generator=torch.Generator().manual_seed(index)) for index in range(4)]
+
+def loss_fn(model, batch):
+    return model(batch).square().mean()
+
+def setup(seed, step=None):
+    model = nn.Linear(4, 2)
+    return trimtab.Loop(model, torch.optim.SGD(model.parameters(), lr=0.01), loss_fn, BATCHES, step=step)
+
+def own(seed):
+    return setup(seed, lambda model, optimizer, batch: None)
+"""
+
+
+def test_a_loop_that_ignores_the_ranks_is_refused_and_equal_batches_are_told(folder):
+    (folder / "ranked_loop.py").write_text(LOOP)
+    plan = written(folder, "loop.json", batch_size=8, num_ranks=2, zero_stage=0)
+    done = run(folder, "ranked_loop.py:own", "--plan", plan, "--out", "own")
+    assert done.returncode
+    assert "DistributedDataParallel" in done.stderr
+    done = run(folder, "ranked_loop.py:setup", "--plan", plan, "--steps", 6, "--pairs", 1, "--out", "equal")
+    assert done.returncode == 0, done.stderr
+    assert any("trimtab.shard" in note for note in Comparison.load(folder / "equal" / "result.json").notes)

@@ -99,7 +99,7 @@ REFUSED = {
     "plan train.py:setup --explain": "option.needs_task",
     "compare digits_resnet --steps 10 --quick": "option.conflict",
     "race train.py:setup": "race.names",
-    "train train.py:setup": "task.is_setup",
+    "profile train.py:setup": "task.is_setup",
     "compare train.py:number": "format.invalid",
 }
 

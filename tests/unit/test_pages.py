@@ -71,7 +71,7 @@ def test_what_is_gone_is_seen(tmp_path: Path) -> None:
     assert exists("tests/unit/test_pages.py")
     assert exists("benchmarks/results/regret-*.json")
     assert not exists("tests/unit/test_page.py")
-    assert not exists("pages.py")  # the end of a name is not the end of a path
+    assert not exists("est_pages.py")  # the end of a name is not the end of a path
     assert unknown_options("trimtab plan TASK --memory 8GiB -o p.json") == []
     assert unknown_options("trimtab plan TASK --memori 8GiB") == ["--memori"]
     assert unknown_options("trimtab plam TASK") == ["plam"]

@@ -197,7 +197,8 @@ def race(
     folder = folder_of("race", loops[0], out)
     with running(None, 1, steps=steps, pairs=pairs, out=folder) as options:
         found = run(*found_loops, names=loops, options=options)
-    write_and_show(found, folder, as_json=as_json, fail_below=fail_below)
+    if options.together.rank == 0:
+        write_and_show(found, folder, as_json=as_json, fail_below=fail_below)
 
 
 def ablate(
@@ -224,7 +225,8 @@ def ablate(
     planning |= {"adapt": tuned} if tuned else {}
     with running(loop, 1, steps=steps, pairs=pairs, to_end=to_end, cap_s=cap, out=folder) as options:
         found = run(loop, plan=given, pairwise=pairwise, name=short_name(task), options=options, **planning)
-    write_and_show(found, folder, as_json=as_json)
+    if options.together.rank == 0:
+        write_and_show(found, folder, as_json=as_json)
 
 
 def scale(

@@ -212,7 +212,7 @@ def train(
         if ranks_of_job(ranks) > 1:
             raise ValueGivenError(
                 "--ranks",
-                problem=f"{name} is a function setup(seed), whose loader is not divided among ranks.",
+                problem=f"--ranks needs a task, but {name} is a function setup(seed).",
                 hint="Call trimtab.start in your own script, and start it with torchrun.",
                 code="option.needs_task",
             )

@@ -9,9 +9,9 @@ from typing import Any
 
 from trimtab.core.serialization import to_jsonable
 from trimtab.experiments import result_table
-from trimtab.experiments.change_effects import ALONE, TOGETHER, ChangeEffect, effects_of
-from trimtab.experiments.comparison import BASELINE, PLANNED, TUNED, Comparison
-from trimtab.experiments.result_table import CONTROL, CPU_SECONDS, ENERGY
+from trimtab.experiments.change_effects import ALONE, TOGETHER, ChangeEffect
+from trimtab.experiments.comparison import Comparison
+from trimtab.experiments.result_table import BASELINE, CONTROL, CPU_SECONDS, ENERGY, PLANNED, TUNED
 from trimtab.experiments.time_to_target import TargetSpeed
 from trimtab.planner.statistics import MIN_PAIRS_FOR_VERDICT, Interval, resolution
 
@@ -52,7 +52,7 @@ def rows_of(found: Comparison) -> Iterator[dict[str, Any]]:
             yield from _ratios(found, arm)
     for arm, rival in found.rivals.items():
         yield from _no_harm(found, arm, rival)
-    for effect in effects_of(found):
+    for effect in found.effects():
         yield from _effect(found, effect)
     for arm in found.arms:
         yield from _values(found, arm)

@@ -18,9 +18,9 @@ from trimtab.core.errors import TrimtabError, ValueGivenError
 from trimtab.core.objective import Reference
 from trimtab.core.progress import Progress, silent
 from trimtab.experiments import loop_setup
-from trimtab.experiments.comparison import BASELINE, PLANNED, TUNED, Comparison
+from trimtab.experiments.comparison import Comparison
 from trimtab.experiments.plan_changes import changes_of, with_only
-from trimtab.experiments.result_table import CONTROL
+from trimtab.experiments.result_table import BASELINE, CONTROL, PLANNED, TUNED
 from trimtab.experiments.subject import PAIRS, Arms, RunOptions, Subject, plain_options, process_kept
 from trimtab.experiments.task_loops import Setup, require_recipes
 from trimtab.plans.plan import Plan

@@ -15,13 +15,23 @@ from trimtab.core.objective import Reference
 from trimtab.core.serialization import read_json, to_json, write_whole
 from trimtab.core.units import format_bytes, format_joules, format_seconds
 from trimtab.experiments import result_table
+from trimtab.experiments.change_effects import TOGETHER, ChangeEffect, effects_of
 from trimtab.experiments.pages import Bar, figure, scaled_bars, template, thinned
-from trimtab.experiments.result_table import CONTROL, CPU_SECONDS, ENERGY, FLOPS, PEAK, SECONDS, ResultTable
+from trimtab.experiments.result_table import (
+    CONTROL,
+    CPU_SECONDS,
+    ENERGY,
+    FLOPS,
+    PEAK,
+    PLANNED,
+    SECONDS,
+    TUNED,
+    ResultTable,
+)
 from trimtab.experiments.time_to_target import QualityMetric, TargetSpeed, time_to_target
 from trimtab.planner.statistics import MIN_PAIRS_FOR_VERDICT, Interval, is_gain, mean_interval, resolution
 from trimtab.plans.plan import Plan
 
-BASELINE, PLANNED, TUNED = "baseline", "plan", "tuned plan"
 EQUAL_LOSS = 0.5  # Percent of a loss, or points or percent of a metric; the paper's limit on quality (math: section 8).
 SCHEMA = 1
 _BARS = "▁▂▃▄▅▆▇█"
@@ -119,8 +129,11 @@ class Comparison:
 
     def memory(self, arm: str | None = None, against: str | None = None) -> float | None:
         """Return the peak memory of an arm (by default the second) relative to another; None if unknown."""
-        ours, theirs = (self.table.value(PEAK, each) for each in (arm or self.arms[1], against or self.arms[0]))
-        return None if ours is None or not theirs else ours / theirs
+        return result_table.memory(self.table, arm or self.arms[1], against or self.arms[0])
+
+    def effects(self) -> list[ChangeEffect]:
+        """Return the effects of the changes of an ablation; empty for another comparison."""
+        return list(effects_of(self.table, self.changes, self.failures))
 
     def terms_per_s(self, arm: str) -> list[float]:
         """Return the terms per second of an arm, by pair."""
@@ -296,6 +309,18 @@ def quality_in_words(found: Comparison, arm: str) -> str:
     return f"{said}{interval}): {found.quality_verdict(arm)}"
 
 
+def changes_in_words(found: Comparison) -> list[str]:
+    """Return a sentence for every change of an ablation: its speed alone and in the plan, and its verdict."""
+    said = dict[str, list[str]]()
+    for effect in found.effects():
+        if effect.speed is not None:
+            words = f"{speed_in_words(effect.speed)} {effect.setting}"
+            if effect.setting != TOGETHER:
+                words += f", {found.verdict_of(effect.speed, effect.arm)}"
+            said.setdefault(effect.change.replace("_", " "), []).append(words)
+    return [f"{change}: {'; '.join(words)}" for change, words in said.items()]
+
+
 def targets_in_words(found: Comparison, arm: str) -> Iterator[str]:
     """Yield a sentence for every target of an arm: seconds with planning, against the baseline."""
     for speed in found.times_to_target(arm):
@@ -319,6 +344,8 @@ def remarks_of(found: Comparison) -> list[str]:
     lines = [loss_in_words(found, arm) for arm in compared if arm != TUNED and arm not in found.rivals]
     lines += [quality_in_words(found, arm) for arm in compared if arm not in found.rivals]
     lines += [line for arm in compared if arm not in found.rivals for line in targets_in_words(found, arm)]
+    if found.kind == "ablation":
+        lines += changes_in_words(found)
     for arm, rival in found.rivals.items():
         if (speed := found.speed(arm, rival)) is not None:
             lines.append(f"{arm}: {speed_in_words(speed)} the speed of {rival}")

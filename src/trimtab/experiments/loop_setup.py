@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_leaves
 
 from trimtab.api import plan as make_plan
 from trimtab.core.errors import LoopError, TrimtabError, ValueGivenError
 from trimtab.core.objective import ASSUMED_REFERENCE, Reference
+from trimtab.distributed.coordinator import Coordinator
 from trimtab.experiments.loops import DataStream, Loop, plain_steps, seed_everything
 from trimtab.experiments.task_loops import Setup
 from trimtab.experiments.trainer_loops import loop_of_trainer
@@ -85,6 +90,34 @@ def observed_reference(setup: Setup, seed: int, name: str = "setup") -> Referenc
         hook.remove()
         stream.close()
     return Reference(seen.pop(), declared=False) if len(seen) == 1 else ASSUMED_REFERENCE
+
+
+def require_reduced(setup: Setup, name: str) -> None:
+    """Check the loop of a function for several ranks: its own step must reduce gradients between them.
+
+    Raises:
+        ValueGivenError: the loop has its own step, and its model is neither in DistributedDataParallel nor in FSDP.
+    """
+    loop = build(setup, 0, name)
+    kinds = (DistributedDataParallel, FullyShardedDataParallel, FSDPModule)
+    if loop.step is not None and not any(isinstance(each, kinds) for each in loop.model.modules()):
+        raise ValueGivenError(
+            "Loop.step",
+            problem=f"The step of {name} does not reduce gradients between ranks.",
+            hint="Put the model in DistributedDataParallel in setup; or pass no step, and the baseline is a plain loop "
+            "in DistributedDataParallel.",
+            code="step.several_ranks",
+        )
+
+
+def shares_batches(setup: Setup, name: str, together: Coordinator) -> bool:
+    """Return True if the first batch of a function's loop is equal on all ranks. Collective."""
+    stream = DataStream(build(setup, 0, name).loader, 0)
+    leaves = tree_leaves(next(stream))
+    stream.close()
+    sums = [float(each.detach().double().sum()) for each in leaves if isinstance(each, torch.Tensor)]
+    found = together.each(math.fsum(sum_ * (index + 1) for index, sum_ in enumerate(sums)))
+    return together.num_ranks > 1 and bool(sums) and len(set(found)) == 1
 
 
 def step_failed(name: str, error: Exception) -> Exception:

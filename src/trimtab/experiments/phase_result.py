@@ -14,8 +14,7 @@ from typing import Any
 from trimtab.core.errors import FormatError
 from trimtab.core.hardware import DeviceSpec
 from trimtab.core.units import format_seconds
-from trimtab.experiments.comparison import BASELINE, PLANNED
-from trimtab.experiments.result_table import SAMPLES, SECONDS, ResultTable
+from trimtab.experiments.result_table import BASELINE, PLANNED, SAMPLES, SECONDS, ResultTable
 from trimtab.planner.statistics import MIN_PAIRS_FOR_VERDICT, Interval, mean_interval, ratio_interval, share_interval
 
 # Explanation of each phase, in the order of a step. Recomputation is not part of the backward.

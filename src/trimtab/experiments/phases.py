@@ -16,11 +16,10 @@ from trimtab.core.hardware import DeviceSpec
 from trimtab.core.progress import Progress, silent
 from trimtab.distributed.coordinator import ALONE, Coordinator
 from trimtab.experiments import loops
-from trimtab.experiments.comparison import BASELINE, PLANNED
 from trimtab.experiments.loops import DataStream, autocast
 from trimtab.experiments.paired_run import Arm
 from trimtab.experiments.phase_result import PART, PHASE, ROOF, PhaseResult
-from trimtab.experiments.result_table import SAMPLES, SECONDS, ResultTable, Row
+from trimtab.experiments.result_table import BASELINE, PLANNED, SAMPLES, SECONDS, ResultTable, Row
 from trimtab.experiments.step_clock import StepClock, by_part, by_phase
 from trimtab.experiments.subject import Arms, RunOptions, Subject, process_kept
 from trimtab.experiments.task_loops import Setup

@@ -16,6 +16,7 @@ from trimtab.core.errors import FormatError
 from trimtab.planner.statistics import Interval, mean_interval, paired_ratios, rank_interval, ratio_interval
 
 SCHEMA = 1
+BASELINE, PLANNED, TUNED = "baseline", "plan", "tuned plan"
 CONTROL = "baseline again"  # Arm of the baseline's second run, the A/A control.
 
 
@@ -138,6 +139,12 @@ def speeds(table: ResultTable, arm: str, against: str, *, metric: str = SECONDS)
         if (pair := speed_of_pair(table, arm, against, seed, metric=metric)) is not None:
             found[seed] = pair.mean
     return found
+
+
+def memory(table: ResultTable, arm: str, against: str) -> float | None:
+    """Return the peak memory of an arm relative to another; None if unknown."""
+    ours, theirs = table.value(PEAK, arm), table.value(PEAK, against)
+    return None if ours is None or not theirs else ours / theirs
 
 
 def speed(table: ResultTable, arm: str, against: str, *, metric: str = SECONDS) -> Interval | None:

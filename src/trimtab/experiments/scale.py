@@ -33,10 +33,9 @@ from trimtab.distributed.process_group import (
     process_group,
 )
 from trimtab.experiments import loop_setup, loops
-from trimtab.experiments.comparison import BASELINE, PLANNED
 from trimtab.experiments.paired_run import Arm, PairedRun, RunLength, measure_step
 from trimtab.experiments.result_folder import ResultFolder
-from trimtab.experiments.result_table import ResultTable
+from trimtab.experiments.result_table import BASELINE, PLANNED, ResultTable
 from trimtab.experiments.scaling import ALONE, FILE, MODES, Scaling, ScalingJob
 from trimtab.experiments.subject import Arms, RunOptions, Subject, plain_options, process_kept
 from trimtab.experiments.task_loops import Setup
@@ -260,6 +259,8 @@ def _measured(
     """Return the measured values of a mode, the failures of arms, and the plan."""
     failures, ranks = dict[str, str](), together.num_ranks
     reference = loop_setup.observed_reference(subject.setup, number, subject.name)
+    if ranks > 1 and subject.task is None:
+        loop_setup.require_reduced(subject.setup, subject.name)
     arms = Arms()
     arms.plain(BASELINE, subject.setup, reference)
     plan = _plan(subject, mode, folder, options, failures, together)

@@ -14,8 +14,7 @@ from trimtab.core.hardware import Link
 from trimtab.core.record import read_together
 from trimtab.core.units import format_bytes, format_seconds
 from trimtab.experiments import result_table
-from trimtab.experiments.comparison import BASELINE, PLANNED
-from trimtab.experiments.result_table import CONTROL, PEAK, ResultTable
+from trimtab.experiments.result_table import BASELINE, CONTROL, PEAK, PLANNED, ResultTable
 from trimtab.planner.statistics import MIN_PAIRS_FOR_VERDICT, Interval, mean_interval, ratio_interval, resolution
 from trimtab.plans.plan import Plan
 

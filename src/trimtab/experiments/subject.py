@@ -194,6 +194,8 @@ class Subject:
         reference = loop_setup.observed_reference(self.setup, 0, self.name)
         if self.options.together.num_ranks == 1:
             check_step(self.setup, reference, self.name)
+        elif self.task is None:
+            loop_setup.require_reduced(self.setup, self.name)
         return reference
 
     def settings(self, reference: Reference, own: Mapping[str, Any]) -> dict[str, Any]:
@@ -201,6 +203,7 @@ class Subject:
         length = self.options.length
         found = {"name": self.name, "length": to_jsonable(length), "reference": to_jsonable(reference), **own}
         found |= {"ranks": self.options.together.num_ranks, "loop": self.fingerprint()}
+        found["watts"] = None if self.options.metering is None else self.options.metering.watts
         found["plan"] = None if found.get("plan") is None else to_jsonable(found["plan"])
         if self.task_loops is not None:
             found["data"] = self.task_loops.data.source.sha256
@@ -275,6 +278,11 @@ class Subject:
             failures |= part.failures
             parts.append(part.table)
         said = [*notes, *self._notes(parts[1:], begun)]
+        if self.task is None and loop_setup.shares_batches(self.setup, self.name, together):
+            said.append(
+                "The first batch is equal on all ranks, and its samples count once for each. Divide the loader "
+                "with trimtab.shard(loader)."
+            )
         return Comparison(
             title,
             tuple(arm.name for arm in made.arms),
@@ -321,7 +329,8 @@ class Subject:
     def _notes(self, tables: Sequence[ResultTable], begun: int) -> Iterator[str]:
         options = self.options
         if options.pairs < MIN_PAIRS_FOR_VERDICT:
-            yield f"{options.pairs} pairs: a verdict needs {MIN_PAIRS_FOR_VERDICT}."
+            pairs = "one pair" if options.pairs == 1 else f"{options.pairs} pairs"
+            yield f"{pairs}: a verdict needs {MIN_PAIRS_FOR_VERDICT}."
         if not any("loss" in table.metrics for table in tables):
             yield "The loop's step returns no loss, so losses were not compared."
         if begun:

@@ -135,11 +135,6 @@ def recipe_factor(progress: float, recipe: StrongRecipe) -> float:
     return found(progress, recipe.warmup_fraction, _FINAL_FRACTION)
 
 
-def usual_recipes(task: Task) -> tuple[str, ...]:
-    """Return the recipes of a comparison without `--against`: the task's baselines and its hand-tuned recipe."""
-    return (*task.baselines, *(("strong",) if task.strong is not None else ()))
-
-
 def require_recipes(task: Task, names: Iterable[str]) -> None:
     """Raise an error if a recipe is unavailable for the task.
 

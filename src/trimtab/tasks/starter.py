@@ -2,7 +2,7 @@
 
 trimtab plan my_task.py:task              # recommended changes to the loop, with reasons
 trimtab compare my_task.py:task --quick   # speed-up of the plan, in short paired runs
-trimtab compare my_task.py:task           # full comparison, with training to the end
+trimtab compare my_task.py:task --to-end  # full comparison, with training to the end
 """
 
 from __future__ import annotations

@@ -12,7 +12,6 @@ from trimtab.core.hardware import DeviceSpec
 from trimtab.core.objective import Reference
 from trimtab.core.serialization import from_json, to_json
 from trimtab.experiments.benchmark_rows import benchmark_object
-from trimtab.experiments.change_effects import effects_of
 from trimtab.experiments.comparison import Comparison, headline_of, html_of, text_of
 from trimtab.experiments.result_table import CONTROL, ENERGY, FLOPS, LOSS, PEAK, SAMPLES, SECONDS, ResultTable, Row
 from trimtab.experiments.time_to_target import QualityMetric
@@ -95,13 +94,13 @@ CHANGES = {
 def test_effects_of_changes_are_alone_in_the_plan_and_together():
     speeds = dict(zip(CHANGES, (3.0, 1.5, 1.2, 1.1, 2.0), strict=True))
     found = comparison(speeds, changes=CHANGES, kind="ablation")
-    effects = {(each.change, each.setting): each for each in effects_of(found)}
+    effects = {(each.change, each.setting): each for each in found.effects()}
     assert effects["precision", "alone"].speed.mean == pytest.approx(1.5, rel=1e-2)
     assert effects["micro_batch", "in the plan"].speed.mean == pytest.approx(1.5, rel=1e-2)
     assert effects["precision and fused_optimizer", "together"].speed.mean == pytest.approx(2.0 / 1.8, rel=1e-2)
     assert ("precision", "in the plan") not in effects  # The plan without it was not run.
     failed = replace(found, failures={"precision alone": "out of memory"})
-    assert ("precision", "alone") not in {(each.change, each.setting) for each in effects_of(failed)}
+    assert ("precision", "alone") not in {(each.change, each.setting) for each in failed.effects()}
 
 
 def test_rows_have_the_names_of_benchmarks():

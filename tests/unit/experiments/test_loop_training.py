@@ -61,11 +61,11 @@ def test_the_loop_trains_as_by_hand_over_several_epochs(tmp_path):
     for name, value in model.state_dict().items():
         torch.testing.assert_close(weights[name], value)
     assert (found["steps"], found["samples"]) == (7, 56)
-    assert found["loss"] == pytest.approx(float(loss))
-    assert found["held_out_loss"] == pytest.approx(float(evaluate(model)["loss"]))
+    assert found["loss"] == pytest.approx(loss.item())
+    assert found["held_out_loss"] == pytest.approx(evaluate(model)["loss"].item())
     record = read_record(tmp_path / "run.jsonl")
     assert len(record.steps) == 7
-    assert record.evaluations[-1].value == pytest.approx(found["held_out_loss"])
+    assert record.evaluations[-1].metrics["loss"] == pytest.approx(found["held_out_loss"])
 
 
 def test_accumulated_batches_are_one_step():
