@@ -47,19 +47,31 @@ def _of_transformers(trainer: Any) -> Loop:
     args = trainer.args
     _refuse_outside_step(args)
     loader = trainer.get_train_dataloader()
-    steps = int(args.max_steps) if args.max_steps > 0 else _num_steps(loader, args.num_train_epochs)
+    epochs = args.num_train_epochs / args.gradient_accumulation_steps
+    steps = int(args.max_steps) if args.max_steps > 0 else _num_steps(loader, epochs)
     trainer.create_optimizer_and_scheduler(steps)
     scheduler = trainer.lr_scheduler
     clip_norm = args.max_grad_norm if args.max_grad_norm and args.max_grad_norm > 0 else None
     precision = {"bf16": "bf16", "fp16": "fp16"}.get(trainer.accelerator.mixed_precision, "fp32")
+    accumulate = int(args.gradient_accumulation_steps)
     prepared: list[Any] = []
+    waiting: list[tuple[Any, Tensor]] = []  # Batches of an unfinished step, with the losses returned for them.
 
     def step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any) -> Tensor:
         if not prepared:  # Only in the arm that trains as the Trainer does: it adds autocast to the model's forward.
             prepared.extend(trainer.accelerator.prepare(model, optimizer))
         model, optimizer = prepared
-        trainer.current_gradient_accumulation_steps = 1  # Set by the Trainer's loop.
-        loss: Tensor = trainer.training_step(model, batch)
+        loss = torch.zeros((), device=trainer.args.device)
+        waiting.append((batch, loss))
+        if len(waiting) < accumulate:  # The Trainer counts the tokens of all batches before the first forward.
+            return loss
+        trainer.current_gradient_accumulation_steps = accumulate  # Set by the Trainer's loop.
+        batches, count = trainer.get_batch_samples(iter([each for each, _ in waiting]), accumulate, args.device)
+        for each, (_, mean) in zip(batches, waiting, strict=True):
+            # A single batch has its own mean: some releases count a token without prediction.
+            count = count if accumulate > 1 else None
+            mean.copy_(trainer.training_step(model, each, count) * accumulate)
+        waiting.clear()
         if clip_norm is not None:
             trainer.accelerator.clip_grad_norm_(model.parameters(), clip_norm)
         optimizer.step()
@@ -84,6 +96,7 @@ def _of_transformers(trainer: Any) -> Loop:
         loader,
         step=step,
         after_step=scheduler.step,
+        accumulate=accumulate,
         reference=Reference(precision, clip_norm=clip_norm),
     )
 
@@ -100,8 +113,6 @@ def _refuse_outside_step(args: Any) -> None:
         "label_smoothing_factor",
     )
     given = [name for name in names if getattr(args, name, None)]
-    if int(args.gradient_accumulation_steps) > 1:
-        given.append("gradient_accumulation_steps")
     if given:
         raise ValueGivenError(
             "setup",

@@ -18,6 +18,7 @@ import trimtab
 from trimtab.core.errors import LoopError, ValueGivenError
 from trimtab.experiments import loop_setup
 from trimtab.experiments.loops import DataStream, Loop, plain_steps, planned_steps
+from trimtab.experiments.step_check import check_step
 from trimtab.plans.plan import Plan
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("brief_trials")]
@@ -177,10 +178,36 @@ def test_a_loop_of_each_kind_is_planned_and_compared_with_equal_losses(setup):
     assert found.verdict() == "no verdict"
 
 
-@pytest.mark.parametrize("changes", [{"gradient_accumulation_steps": 2}, {"neftune_noise_alpha": 5.0}])
-def test_a_trainer_with_work_outside_its_step_is_refused(changes):
+def test_a_trainer_that_accumulates_steps_as_its_own_train_does():
+    def accumulating(seed):
+        trainer = with_transformers(seed, gradient_accumulation_steps=3, per_device_train_batch_size=4)
+        trainer.args.max_steps = 2
+        for module in trainer.model.modules():
+            if isinstance(module, nn.Dropout):
+                module.p = 0.0
+        for index, row in enumerate(trainer.train_dataset):  # Batches with different numbers of tokens.
+            row["labels"] = row["labels"].masked_fill(torch.arange(12) < index % 11, -100)
+        return trainer
+
+    trainer = accumulating(0)
+    loop_setup.seed_everything(0)
+    loop = loop_setup.build(accumulating, 0)
+    assert loop.accumulate == 3
+    trainer.model.load_state_dict(loop.model.state_dict())
+    batches = list(itertools.islice(trainer.get_train_dataloader(), 6))
+    trainer.get_train_dataloader = lambda: batches
+    steps = plain_steps(loop, iter(batches))
+    losses = [float(next(steps).loss), float(next(steps).loss)]
+    found = trainer.train()
+    assert found.training_loss == pytest.approx(sum(losses) / 2, rel=1e-5)
+    for one, other in zip(loop.model.parameters(), trainer.model.parameters(), strict=True):
+        torch.testing.assert_close(one, other)
+    check_step(accumulating, loop.reference)
+
+
+def test_a_trainer_with_work_outside_its_step_is_refused():
     with raises(ValueGivenError, code="setup.trainer_arguments"):
-        loop_setup.build(lambda seed: with_transformers(seed, **changes), 0)
+        loop_setup.build(lambda seed: with_transformers(seed, neftune_noise_alpha=5.0), 0)
     with raises(ValueGivenError, code="setup.trainer_arguments"):
         loop_setup.build(lambda seed: with_lightning(seed, gradient_clip_val=1.0, gradient_clip_algorithm="value"), 0)
 
