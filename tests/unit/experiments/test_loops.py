@@ -185,8 +185,8 @@ def test_a_trainer_that_accumulates_steps_as_its_own_train_does():
         for module in trainer.model.modules():
             if isinstance(module, nn.Dropout):
                 module.p = 0.0
-        for index, row in enumerate(trainer.train_dataset):  # Batches with different numbers of tokens.
-            row["labels"] = row["labels"].masked_fill(torch.arange(12) < index % 11, -100)
+        for index, row in enumerate(trainer.train_dataset):  # Different numbers of tokens; none at the start.
+            row["labels"] = row["labels"].masked_fill(torch.arange(12) <= index % 10, -100)
         return trainer
 
     trainer = accumulating(0)
