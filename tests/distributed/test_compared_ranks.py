@@ -136,6 +136,14 @@ def setup(seed, step=None):
 
 def own(seed):
     return setup(seed, lambda model, optimizer, batch: None)
+
+def uneven(seed):
+    loop = setup(seed)
+    return trimtab.Loop(loop.model, loop.optimizer, loss_fn, Parts())
+
+class Parts:
+    def __iter__(self):
+        return iter(trimtab.shard([batch[:rows] for batch, rows in zip(BATCHES, (8, 8, 5, 8))]))
 """
 
 
@@ -147,4 +155,6 @@ def test_a_loop_that_ignores_the_ranks_is_refused_and_equal_batches_are_told(fol
     assert "DistributedDataParallel" in done.stderr
     done = run(folder, "ranked_loop.py:setup", "--plan", plan, "--steps", 6, "--pairs", 1, "--out", "equal")
     assert done.returncode == 0, done.stderr
+    uneven = run(folder, "ranked_loop.py:uneven", "--plan", plan, "--steps", 60, "--pairs", 1, "--out", "uneven")
+    assert uneven.returncode == 0, uneven.stderr
     assert any("trimtab.shard" in note for note in Comparison.load(folder / "equal" / "result.json").notes)

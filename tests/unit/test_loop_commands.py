@@ -121,7 +121,9 @@ def test_a_loop_is_trained_with_a_plan(command, tmp_path):
     assert code == 0
 
 
-@pytest.mark.parametrize("options", ["--batch-size 4", "--judged 2", "--ranks 2", "--when-clean a.csv --by 1h"])
+@pytest.mark.parametrize(
+    "options", ["--batch-size 4", "--judged 2", "--ranks 2", "--when-clean a.csv --by 1h", "--dry-run"]
+)
 def test_options_of_tasks_are_refused_for_a_loop(command, options):
     code, _, err = command(f"train train.py:setup --plan plan.json {options}")
     assert code

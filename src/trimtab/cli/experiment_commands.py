@@ -24,7 +24,7 @@ from trimtab.cli.options import (
     require_folder,
     settings_to_adapt,
 )
-from trimtab.cli.output import print_json, print_text
+from trimtab.cli.output import print_error, print_json, print_text
 from trimtab.core.errors import ValueGivenError
 from trimtab.experiments.progress_bar import ProgressBar
 
@@ -110,6 +110,7 @@ def write_and_show(found: Any, folder: Path, *, as_json: bool, fail_below: float
     found.save(folder / RESULT)
     print_json(benchmark_object(found)) if as_json else print_text(f"{found}\nreport: {page}")
     if fail_below is not None and found.is_below(fail_below):
+        print_error(f"The speed is below --fail-below {fail_below:g}, or a plan failed.")
         raise typer.Exit(1)
 
 
@@ -223,7 +224,7 @@ def ablate(
     loop, folder = loop_named(task), folder_of("ablate", task, out)
     planning: dict[str, Any] = {} if memory is None else {"memory": memory}
     planning |= {"adapt": tuned} if tuned else {}
-    with running(loop, 1, steps=steps, pairs=pairs, to_end=to_end, cap_s=cap, out=folder) as options:
+    with running(loop, 1, steps=steps, pairs=pairs, to_end=to_end, cap_s=cap, out=folder, adapts=tuned) as options:
         found = run(loop, plan=given, pairwise=pairwise, name=short_name(task), options=options, **planning)
     if options.together.rank == 0:
         write_and_show(found, folder, as_json=as_json)

@@ -207,7 +207,9 @@ def train(
     planning: dict[str, Any] = {"file": plan_file, "budget": limits, "dry_runs": dry_runs}
     if not isinstance(loop, Task):
         _refuse_task_options({"--batch-size": batch_size, "--judged": judged, "--when-clean": when_clean})
-        _refuse_alone({"--by": by, "--pauses": pauses, "--takes": takes, "--idle-watts": idle_watts})
+        _refuse_alone(
+            {"--by": by, "--pauses": pauses, "--takes": takes, "--idle-watts": idle_watts, "--dry-run": dry_run or None}
+        )
         name = task.rpartition(":")[2]
         if ranks_of_job(ranks) > 1:
             raise ValueGivenError(

@@ -21,8 +21,8 @@ from trimtab.experiments import loop_setup
 from trimtab.experiments.comparison import Comparison
 from trimtab.experiments.plan_changes import changes_of, with_only
 from trimtab.experiments.result_table import BASELINE, CONTROL, PLANNED, TUNED
-from trimtab.experiments.subject import PAIRS, Arms, RunOptions, Subject, plain_options, process_kept
-from trimtab.experiments.task_loops import Setup, require_recipes
+from trimtab.experiments.subject import PAIRS, Arms, RunOptions, Subject, fingerprint_of, plain_options, process_kept
+from trimtab.experiments.task_loops import STRICT, Setup, require_recipes
 from trimtab.plans.plan import Plan
 from trimtab.tasks.task import Task
 
@@ -74,19 +74,22 @@ def compare(
         if subject.task is not None:
             require_recipes(subject.task, recipes)
         reference, made = subject.reference(), Arms()
-        settings = {"command": "compare", "against": list(recipes), "plan": plan, "planning": plain_options(planning)}
+        settings = {"command": "compare", "against": _digests(subject, recipes), "plan": plan}
+        settings["planning"] = plain_options(planning)
         with subject.folder.claimed(subject.settings(reference, settings)):
             found = subject.plan(reference, plan, planning)
             made.plain(BASELINE, subject.setup, reference)
             same, budget = _equivalent_part(found, reference), subject.budget_samples
-            made.planned(PLANNED, subject.setup, reference, same, samples=None, horizon=budget)
+            made.planned(PLANNED, subject.setup, reference, same, samples=None, horizon=subject.horizon(same))
             if found is not same:
                 length = min(budget or math.inf, (subject.task and subject.task.adapted_samples) or math.inf)
                 samples = None if math.isinf(length) else int(length)
-                made.planned(TUNED, subject.setup, reference, found, samples=samples, horizon=samples)
+                horizon = samples or subject.horizon(found)
+                made.planned(TUNED, subject.setup, reference, found, samples=samples, horizon=horizon)
             for recipe in recipes:
                 subject.add_recipe(recipe, made, planning)
-            return subject.run(f"{subject.name}: plan against the loop", made, "comparison", reference)
+            notes = [] if plan is None else subject.notes_on(found)
+            return subject.run(f"{subject.name}: plan against the loop", made, "comparison", reference, notes)
 
 
 def race(
@@ -123,12 +126,16 @@ def race(
         )
     with process_kept():
         made = Arms()
+        for each in subjects:
+            each.require_ready_for_ranks()
         references = [
             loop_setup.observed_reference(each.setup, 0, title) for title, each in zip(titles, subjects, strict=True)
         ]
         for title, each, reference in zip(titles, subjects, references, strict=True):
             made.plain(title, each.setup, reference)
-        with subjects[0].folder.claimed(subjects[0].settings(references[0], {"command": "race", "loops": titles})):
+        digests = {title: each.fingerprint() for title, each in zip(titles, subjects, strict=True)}
+        settings = {"command": "race", "loops": digests}
+        with subjects[0].folder.claimed(subjects[0].settings(references[0], settings)):
             return subjects[0].run(" against ".join(titles), made, "race", references[0])
 
 
@@ -157,17 +164,23 @@ def ablate(
         with subject.folder.claimed(subject.settings(reference, settings)):
             found = subject.plan(reference, plan, planning)
             made.plain(BASELINE, subject.setup, reference)
-            changes, notes = changes_of(found, reference), list[str]()
+            changes, notes = changes_of(found, reference), [] if plan is None else subject.notes_on(found)
             for title, kept in _subsets(changes, pairwise=pairwise).items():
                 try:
                     reduced = found if set(kept) == set(changes) else with_only(found, kept, reference)
                 except TrimtabError as error:  # A change that needs another change.
                     notes.append(f"{title} is not possible: {error.reason}")
                     continue
-                how: dict[str, Any] = {"samples": None, "horizon": subject.budget_samples}
+                how: dict[str, Any] = {"samples": None, "horizon": subject.horizon(reduced)}
                 made.planned(title, subject.setup, reference, reduced, **how)
                 made.changes[title] = kept
             return subject.run(f"{subject.name}: changes of the plan", made, "ablation", reference, notes)
+
+
+def _digests(subject: Subject, recipes: Sequence[str]) -> dict[str, str]:
+    """Return the digests of recipes by name; "strict" is the loop itself."""
+    made = subject.task_loops
+    return {each: "" if made is None or each == STRICT else fingerprint_of(made.recipe(each), each) for each in recipes}
 
 
 def alone(*changes: str) -> str:

@@ -153,14 +153,14 @@ class Comparison:
         return result_table.loss_difference(self.table, arm or self.arms[1], self.arms[0])
 
     def metric_difference(self, arm: str | None = None) -> Interval | None:
-        """Return the difference of the last evaluations, positive is better; None without a metric."""
+        """Return the difference of the last evaluations after equal numbers of samples, positive is better.
+
+        None without a metric, and for arms that were not evaluated after equal numbers of samples.
+        """
         if self.metric is None:
             return None
-        ours, theirs = (
-            result_table.final_values(self.table, each).get(self.metric.name, {})
-            for each in (arm or self.arms[1], self.arms[0])
-        )
-        pairs = [self.metric.difference(ours[seed], theirs[seed]) for seed in ours if seed in theirs]
+        values = result_table.common_values(self.table, arm or self.arms[1], self.arms[0], self.metric.name)
+        pairs = [self.metric.difference(ours, theirs) for ours, theirs in values]
         return mean_interval(pairs) if pairs and all(map(math.isfinite, pairs)) else None
 
     def planning_s(self, arm: str) -> float:
@@ -208,9 +208,14 @@ class Comparison:
         return "worse" if found.high < 0 and found.mean < -EQUAL_LOSS else "no verdict"
 
     def is_below(self, limit: float) -> bool:
-        """Return True if the estimated speed of any arm but the baseline is below a limit, or if an arm failed."""
-        speeds = [self.speed(arm) for arm in self.arms[1:]]
-        return bool(self.failures) or any(found is None or found.mean < limit for found in speeds)
+        """Return True if the estimated speed of a plan is below a limit, or if the plan failed; of any arm in a race.
+
+        A plan for a recipe is judged against this recipe.
+        """
+        judged = [arm for arm in self.arms[1:] if arm in self.plans or not self.plans]
+        speeds = [self.speed(arm, self.rivals.get(arm)) for arm in judged]
+        failed = any(arm in self.failures for arm in judged)
+        return failed or any(found is None or found.mean < limit for found in speeds)
 
     def __str__(self) -> str:
         return text_of(self)
@@ -263,7 +268,9 @@ def headline_of(found: Comparison) -> str:
     if arm in found.failures:
         return f"{arm} failed: {found.failures[arm]}"
     plan = found.plans.get(arm)
-    changes = "" if plan is None else f" ({plan.changes_in_words})" if plan.changes else ", which changes nothing,"
+    changes = (
+        "" if plan is None else f" ({words})" if (words := _changes_of(found, plan)) else ", which changes nothing,"
+    )
     known = [each for each in found.times_to_target(arm) if each.speed is not None or each.bound[0] in "<>"]
     if arm == TUNED and known and found.metric is not None:
         target = known[-1]
@@ -277,6 +284,15 @@ def headline_of(found: Comparison) -> str:
     if memory is not None and abs(1 - memory) >= 0.01:
         parts.append(f"{abs(1 - memory):.0%} {'less' if memory < 1 else 'more'} memory")
     return f"{found.verdict(arm)}: {arm}{changes} has " + ", ".join(parts)
+
+
+def _changes_of(found: Comparison, plan: Plan) -> str:
+    """Return the changes of a plan, with a precision that is lower than fp32 only in the baseline."""
+    words = [plan.changes_in_words] if plan.changes else []
+    is_told = plan.precision.value in ("tf32", "bf16", "fp16")
+    if found.reference is not None and found.reference.precision != plan.precision.value and not is_told:
+        words.insert(0, f"precision {plan.precision.value}")
+    return ", ".join(words)
 
 
 def speed_in_words(speed: Interval) -> str:
@@ -382,10 +398,12 @@ def table_of(found: Comparison) -> list[list[str]]:
 
 def summary_of(found: Comparison, arm: str) -> dict[str, str]:
     """Return the figures of an arm in words, by name."""
-    rates, peak = found.terms_per_s(arm), found.table.value(PEAK, arm)
+    rates, peak = found.terms_per_s(found.arms[0]), found.table.value(PEAK, arm)
+    speed = None if arm == found.arms[0] else found.speed(arm)  # Times the baseline's rate: a single estimate of speed.
+    factor = 1.0 if speed is None else speed.mean
     joules = result_table.per_sample(found.table, arm, ENERGY)
     words = {
-        f"{found.terms}/s": f"{statistics.median(rates):,.4g}" if rates else "",
+        f"{found.terms}/s": f"{factor * statistics.median(rates):,.4g}" if rates else "",
         "peak memory": "" if peak is None else format_bytes(int(peak)),
         "energy/sample": format_joules(statistics.median(joules)) if joules else "",
     }

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
@@ -99,8 +100,7 @@ def require_reduced(setup: Setup, name: str) -> None:
         ValueGivenError: the loop has its own step, and its model is neither in DistributedDataParallel nor in FSDP.
     """
     loop = build(setup, 0, name)
-    kinds = (DistributedDataParallel, FullyShardedDataParallel, FSDPModule)
-    if loop.step is not None and not any(isinstance(each, kinds) for each in loop.model.modules()):
+    if loop.step is not None and not is_reduced(loop.model):
         raise ValueGivenError(
             "Loop.step",
             problem=f"The step of {name} does not reduce gradients between ranks.",
@@ -108,6 +108,12 @@ def require_reduced(setup: Setup, name: str) -> None:
             "in DistributedDataParallel.",
             code="step.several_ranks",
         )
+
+
+def is_reduced(model: nn.Module) -> bool:
+    """Return True if the model reduces its gradients between ranks by itself."""
+    kinds = (DistributedDataParallel, FullyShardedDataParallel, FSDPModule)
+    return any(isinstance(each, kinds) for each in model.modules())
 
 
 def shares_batches(setup: Setup, name: str, together: Coordinator) -> bool:

@@ -333,7 +333,11 @@ class _CountedBatches(Iterator[Any]):
 
 
 def evaluated(loop: Loop) -> dict[str, float]:
-    """Return the values of the loop's evaluation by name, empty without one; module modes are restored."""
+    """Return the values of the loop's evaluation by name, empty without one; module modes are restored.
+
+    Raises:
+        ValueGivenError: a value is no number.
+    """
     if loop.evaluate is None:
         return {}
     modes = [(module, module.training) for module in loop.model.modules()]
@@ -341,10 +345,18 @@ def evaluated(loop: Loop) -> dict[str, float]:
     for module, mode in modes:
         module.training = mode
     named = found if isinstance(found, Mapping) else {"evaluation": found}
-    return {
-        name: float(value.item() if isinstance(value, Tensor) else value)  # One synchronisation per evaluation.
-        for name, value in named.items()
-    }
+    try:
+        return {
+            name: float(value.item() if isinstance(value, Tensor) else value)  # One synchronisation per evaluation.
+            for name, value in named.items()
+        }
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ValueGivenError(
+            "Loop.evaluate",
+            got=repr(found)[:100],
+            expected="a number, or numbers by name",
+            code="evaluate.not_number",
+        ) from error
 
 
 def nonfinite_in(loop: Loop, loss: float | None) -> str:

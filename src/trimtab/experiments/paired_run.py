@@ -14,6 +14,7 @@ import contextlib
 import gc
 import itertools
 import math
+import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -206,7 +207,8 @@ class _RunningArm:
         together.draw_apart(seed)
         self.stream = DataStream(self.loop.loader, seed)
         self.steps = arm.steps(self.loop, self.stream)
-        self.samples = self.num_steps = 0
+        self.samples, self.num_steps = 0.0, 0  # Mean samples of a rank.
+        self.per_step = 0.0  # Expected samples of a step, before the first step.
         self.train_s = 0.0
         self.is_over = False
         self.state = ProcessState.capture()
@@ -220,11 +222,11 @@ class _RunningArm:
         if self._meter is not None:
             self._meter.begin()
         start, start_cpu = time.perf_counter(), time.process_time()
-        before = self.samples
-        while self.samples < limit:
+        own, most = 0, self._steps_until(limit)
+        while len(taken) < most if most is not None else self.samples + own < limit:
             step = next(self.steps)
             taken.append(step)
-            self.samples += step.samples
+            own += step.samples
             if self._meter is not None:
                 self._meter.tick()
         synchronize(self.loop.device)
@@ -238,10 +240,21 @@ class _RunningArm:
         found = {
             SECONDS: max(self._together.each(seconds)),
             CPU_SECONDS: math.fsum(self._together.each(cpu_s)),
-            SAMPLES: math.fsum(self._together.each(self.samples - before)),
+            SAMPLES: math.fsum(self._together.each(own)),
         }
+        self.samples += found[SAMPLES] / self._together.num_ranks
         self.train_s += found[SECONDS]
         return found | ({} if joules is None else {ENERGY: joules}) | self._loss_of(taken)
+
+    def _steps_until(self, limit: float) -> int | None:
+        """Return the steps until a number of samples, equal on all ranks; None in one process, which counts samples.
+
+        The parts of a batch may differ by a sample, and ranks with different numbers of steps would wait forever.
+        """
+        if self._together.num_ranks == 1:
+            return None
+        per_step = self.samples / self.num_steps if self.num_steps else self.per_step
+        return max(0, math.ceil((limit - self.samples) / (per_step or max(1.0, limit)) - 1e-9))
 
     def _loss_of(self, taken: Sequence[StepResult]) -> dict[str, float]:
         """Return the mean loss of steps, read after the clock has stopped; {} if a step returned none.
@@ -395,9 +408,10 @@ class PairedRun:
             values.append(self._guarded(first.arm, partial(first.take, before + 1)))
             per_step, seconds = max(per_step, float(first.samples - before)), min(seconds, values[-1][SECONDS])
         samples = math.fsum(each[SAMPLES] for each in values)
-        losses = {LOSS: values[-1][LOSS]} if LOSS in values[-1] else {}
+        losses = {LOSS: statistics.fmean(each[LOSS] for each in values)} if all(LOSS in each for each in values) else {}
         self._note(first, 0, values[0] if is_whole else losses | {SAMPLES: samples})
         for each in self._running[1:]:
+            each.per_step = per_step
             if each.arm.name not in self._failures:
                 limit = first.samples if each.arm.samples is None else min(first.samples, each.arm.samples)
                 self._guarded(each.arm, partial(self._take, each, limit, 0, is_timed=is_whole))

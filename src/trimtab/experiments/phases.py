@@ -63,7 +63,7 @@ def phases(
         reference = subject.reference()
         found = subject.plan(reference, plan, planning)
         made.plain(BASELINE, subject.setup, reference)
-        made.planned(PLANNED, subject.setup, reference, found, samples=None, horizon=subject.budget_samples)
+        made.planned(PLANNED, subject.setup, reference, found, samples=None, horizon=subject.horizon(found))
         how: dict[str, Any] = {"progress": subject.options.progress, "together": subject.options.together}
         return measure_phases(made.arms, found, made.precisions, task=subject.name, rounds=rounds, **how)
 

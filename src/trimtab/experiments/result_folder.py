@@ -45,10 +45,11 @@ class ResultFolder:
         self.path, self._together = path, together
 
     @contextlib.contextmanager
-    def claimed(self, settings: Mapping[str, Any]) -> Iterator[None]:
+    def claimed(self, settings: Mapping[str, Any], *, any_threads: bool = False) -> Iterator[None]:
         """Hold the folder for a command with these settings. Collective: all ranks must call it.
 
-        Machine and versions are added to the settings, because they affect times.
+        Machine and versions are added to the settings, because they affect times; with `any_threads` without the number
+        of threads.
 
         Raises:
             FormatError: the folder has results of different settings (the error names them), or a damaged file.
@@ -59,14 +60,14 @@ class ResultFolder:
             def claim() -> None:
                 if self.path is not None:
                     held.enter_context(lock_run_folder(self.path, "--out"))
-                    self._claim(self.path, settings)
+                    self._claim(self.path, settings, any_threads=any_threads)
 
             self._together.made(type(None), claim)
             yield
 
-    def _claim(self, path: Path, settings: Mapping[str, Any]) -> None:
+    def _claim(self, path: Path, settings: Mapping[str, Any], *, any_threads: bool) -> None:
         found = environment()
-        here = {key: found[key] for key in _HERE if key in found}
+        here = {key: found[key] for key in _HERE if key in found and not (any_threads and key == "threads")}
         wanted = {key: _text(value) for key, value in {**settings, **here}.items() if value is not None}
         file = path / SETTINGS
         if not file.exists():
@@ -86,11 +87,19 @@ class ResultFolder:
         return self.path is not None and (self.path / f"{name}.json").exists()
 
     def part(self, name: str, kind: type[T], make: Callable[[], T]) -> T:
-        """Return a part from its file, or make and write it. Collective: all ranks must call it."""
+        """Return a part from its file, or make and write it. Collective: all ranks must call it.
+
+        Raises:
+            FormatError: the file is damaged.
+        """
         if self.path is None:
             return make()
         file = self.path / f"{name}.json"
-        found = self._together.read(kind, file)
+        try:
+            found = self._together.read(kind, file)
+        except FormatError as error:
+            hint = "Delete the file, and this part is measured again."
+            raise FormatError(str(file), problem=f"{file}: {error.reason}", hint=hint, code=error.code) from error
         if found is None:
             found = make()
             self._together.write(file, found)

@@ -16,6 +16,7 @@ from trimtab.core.errors import FormatError
 from trimtab.planner.statistics import Interval, mean_interval, paired_ratios, rank_interval, ratio_interval
 
 SCHEMA = 1
+_SAME_SAMPLES = 1.05  # Arms end at the end of a block, so equal numbers of samples may differ by a few steps.
 BASELINE, PLANNED, TUNED = "baseline", "plan", "tuned plan"
 CONTROL = "baseline again"  # Arm of the baseline's second run, the A/A control.
 
@@ -173,7 +174,7 @@ def loss_curve(table: ResultTable, arm: str, seed: int) -> list[tuple[float, flo
 def loss_difference(table: ResultTable, arm: str, against: str) -> Interval | None:
     """Return the relative difference of the mean loss over the last third of training, in percent; positive is worse.
 
-    Both arms have trained on the same samples. None without losses of both arms.
+    Of the samples that both arms have trained on. None without losses of both arms.
     """
     found = []
     for seed in table.seeds_of(against):
@@ -181,11 +182,12 @@ def loss_difference(table: ResultTable, arm: str, against: str) -> Interval | No
         ends = [curve[-1][0] for curve in curves if curve]
         if len(ends) < 2:
             continue
-        ours, theirs = (
-            statistics.fmean(loss for samples, loss in curve if samples > min(ends) * 2 / 3) for curve in curves
-        )
-        if theirs != 0:
-            found.append(100 * (ours - theirs) / abs(theirs))
+        begin, end = min(ends) * 2 / 3, min(ends)
+        last = [[loss for samples, loss in curve if begin < samples <= end] for curve in curves]
+        if not all(last):  # Few blocks, and the last of one arm is a few steps longer.
+            last = [[loss for samples, loss in curve if begin < samples <= end * _SAME_SAMPLES] for curve in curves]
+        if all(last) and (theirs := statistics.fmean(last[1])) != 0:
+            found.append(100 * (statistics.fmean(last[0]) - theirs) / abs(theirs))
     return mean_interval(found) if found else None
 
 
@@ -208,6 +210,29 @@ def evaluations(table: ResultTable, arm: str, name: str, seed: int) -> list[Eval
         if row.round in after:
             found.append(Evaluated(samples_before, seconds_before, after[row.round]))
     return found
+
+
+def common_values(table: ResultTable, arm: str, against: str, name: str) -> list[tuple[float, float]]:
+    """Return the last evaluations of two arms after equal numbers of samples, by seed; without seeds that have none."""
+    found = []
+    for seed in table.seeds_of(against):
+        ours, theirs = (_evaluated_points(table, each, name, seed) for each in (arm, against))
+        pairs = [
+            (one, other)
+            for samples, one in ours
+            for others, other in theirs
+            if max(samples, others) <= _SAME_SAMPLES * min(samples, others)
+        ]
+        found += pairs[-1:]
+    return found
+
+
+def _evaluated_points(table: ResultTable, arm: str, name: str, seed: int) -> list[tuple[float, float]]:
+    """Return (samples trained on, value) of every evaluation of an arm."""
+    points = [(each.samples, each.value) for each in evaluations(table, arm, name, seed)]
+    trained = math.fsum(row.value for row in table.select(SAMPLES, arm, seed))
+    last = [row.value for row in table.select(f"{EVALUATION}{name}", arm, seed) if row.round < 0]
+    return [*points, *((trained, value) for value in last[-1:])]
 
 
 def final_values(table: ResultTable, arm: str) -> dict[str, dict[int, float]]:

@@ -132,7 +132,7 @@ def scale(
     subject, here = Subject.of(setup, name, RunOptions(progress=progress)), job_position()
     _require_possible(subject, options, max(options.ranks) if job is None and not is_launched() else here.num_ranks)
     if job is None and not is_launched():
-        with ResultFolder(out).claimed(_settings(subject, options)):
+        with ResultFolder(out).claimed(_settings(subject, options), any_threads=True):
             _run_rounds(out, options, _again(out), progress)
     else:
         if job is None and asked:
@@ -146,7 +146,7 @@ def scale(
         with process_group(), job_ranks() as together:
             number = job
             if number is None:
-                with ResultFolder(out, together).claimed(_settings(subject, options)):
+                with ResultFolder(out, together).claimed(_settings(subject, options), any_threads=True):
                     number = int(from_first(lambda: _next(out, here.num_ranks)))
             told = progress if job is None and not here.rank else silent
             found = run_job(subject, number, out, options, told, together)
@@ -265,7 +265,7 @@ def _measured(
     arms.plain(BASELINE, subject.setup, reference)
     plan = _plan(subject, mode, folder, options, failures, together)
     if plan is not None:
-        arms.planned(PLANNED, subject.setup, reference, plan, samples=None, horizon=None)
+        arms.planned(PLANNED, subject.setup, reference, plan, samples=None, horizon=subject.horizon(plan))
     made = list(arms.arms)
     rows = [
         row
@@ -274,15 +274,22 @@ def _measured(
     ]
     running = [arm for arm in made if arm.name not in failures]
     running.insert(1, running[0].again())
-    if ranks > 1:
+    if ranks > 1 and _may_train_apart(subject):
         running.append(Arm(f"{BASELINE}{ALONE}", made[0].setup, loops.separate_steps))
         if plan is not None and PLANNED not in failures:
             own, single = Arms(), for_one_process(plan)
-            own.planned(f"{PLANNED}{ALONE}", subject.setup, reference, single, samples=None, horizon=None)
+            how = {"samples": None, "horizon": subject.horizon(plan)}
+            own.planned(f"{PLANNED}{ALONE}", subject.setup, reference, single, **how)
             running += own.arms
     how: dict[str, Any] = {"failures": failures, "progress": subject.options.progress, "together": together}
     rows += PairedRun(running, number, RunLength(options.steps), **how).run()
     return ResultTable.of(rows), failures, plan
+
+
+def _may_train_apart(subject: Subject) -> bool:
+    """Return True if the loop's ranks can train without communication: not with a step or DDP model of the user."""
+    loop = loop_setup.build(subject.setup, loop_setup.PLANNING_SEED, subject.name)
+    return loop.step is None and not loop_setup.is_reduced(loop.model)
 
 
 def _plan(

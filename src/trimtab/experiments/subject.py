@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import inspect
 import json
 import math
 import time
@@ -23,13 +24,14 @@ from trimtab.core.serialization import to_jsonable
 from trimtab.distributed.coordinator import ALONE, Coordinator
 from trimtab.experiments import loop_setup, loops
 from trimtab.experiments.comparison import Comparison
-from trimtab.experiments.loops import DataStream, Loop, StepResult
+from trimtab.experiments.loops import Loop, StepResult
 from trimtab.experiments.paired_run import Arm, BlockMeter, PairedRun, RunLength, block_meter, measure_step
 from trimtab.experiments.result_folder import ResultFolder
-from trimtab.experiments.result_table import ResultTable, Row
+from trimtab.experiments.result_table import LOSS, ResultTable, Row
 from trimtab.experiments.step_check import check_step
 from trimtab.experiments.task_loops import STRICT, Setup, TaskLoops
 from trimtab.experiments.task_plans import require_fits, task_of_rank
+from trimtab.experiments.task_ranks import refuse_on_ranks
 from trimtab.experiments.time_to_target import QualityMetric
 from trimtab.measure.machine import device_spec, environment
 from trimtab.planner.multi_rank_plan import for_replicas
@@ -106,7 +108,7 @@ class RunOptions:
                 code="to_end.not_task",
             )
         metric = QualityMetric(task.metric.name, task.metric.higher_is_better, task.metric.unit, task.targets)
-        every = max(1, task.eval_every_samples // task.batch_size)
+        every = self.evaluate_every or max(1, task.eval_every_samples // task.batch_size)
         steps = self.steps or -(-task.budget_samples // task.batch_size)
         return replace(self, steps=steps, evaluate_every=every, metric=self.metric or metric)
 
@@ -152,6 +154,28 @@ def _planned_steps(
     return loops.planned_steps(loop, batches, plan, **options)
 
 
+def fingerprint_of(setup: Setup, name: str, batch: Any = None) -> str:
+    """Return a digest of a loop: model, optimizer with its settings, functions, and the files that define them."""
+    loop = loop_setup.build(setup, loop_setup.PLANNING_SEED, name)
+    own = [*((setup,) if inspect.isfunction(setup) else ()), loop.evaluate, loop.after_step, loop.step, loop.loss_fn]
+    groups = [{key: value for key, value in group.items() if key != "params"} for group in loop.optimizer.param_groups]
+    arguments = {"functions": [None if each is None else plain_value(each) for each in own]}
+    parts = parts_of_key(loop.model, loop.optimizer, loop.loss_fn, batch, arguments)
+    kept = {key: part for key, part in parts.items() if key not in ("sources", "environment", "device", "fp32")}
+    kept |= {"groups": to_jsonable(plain_options({"groups": groups})), "accumulate": loop.accumulate}
+    kept["files"] = sorted({_digest_of_file(each) for each in (*own, type(loop.model)) if each is not None})
+    return hashlib.sha256(json.dumps(kept, sort_keys=True, default=str).encode()).hexdigest()[:16]
+
+
+def _digest_of_file(defined: Any) -> str:
+    """Return a digest of the file that defines a function or class; "" without a file, as in a notebook."""
+    try:
+        file = inspect.getsourcefile(inspect.unwrap(getattr(defined, "__func__", defined)))
+        return "" if file is None else hashlib.sha256(Path(file).read_bytes()).hexdigest()[:16]
+    except (OSError, TypeError):
+        return ""
+
+
 def settling_steps_of(plan: Plan) -> int:
     """Return the steps until a loop with a plan reaches its steady state; several with CUDA graphs or compilation."""
     return steps_to_launch(plan.compiled.value) or (WINDOWS if plan.compiled.value else 1)
@@ -189,13 +213,33 @@ class Subject:
         """Samples that an arm of a task trains on; None for a function."""
         return None if self.task is None else self.options.length.steps * self.task.batch_size
 
+    def horizon(self, plan: Plan) -> int | None:
+        """Return the samples of a plan's schedule; None for a plan with the user's schedule."""
+        if plan.schedule.value == "user" or self.task is not None:
+            return self.budget_samples
+        steps = self.options.length.steps + _LEAD_STEPS + settling_steps_of(plan)
+        accumulate = loop_setup.build(self.setup, loop_setup.PLANNING_SEED, self.name).accumulate
+        return steps * accumulate * plan.batch_size * self.options.together.num_ranks
+
+    def require_ready_for_ranks(self, *, adapts: bool = False, recipes: bool = False) -> None:
+        """Check that all ranks of the job can train the loop together.
+
+        Raises:
+            ValueGivenError: the loop's own step does not reduce gradients, or an option needs one process.
+        """
+        num_ranks = self.options.together.num_ranks
+        if num_ranks > 1 and self.task is not None:
+            refuse_on_ranks(self.task, num_ranks, adapts=adapts, recipes=recipes)
+        elif num_ranks > 1:
+            loop_setup.require_reduced(self.setup, self.name)
+
     def reference(self) -> Reference:
         """Return the precision and clipping of the baseline, after a check that its step and loss agree."""
         reference = loop_setup.observed_reference(self.setup, 0, self.name)
         if self.options.together.num_ranks == 1:
             check_step(self.setup, reference, self.name)
-        elif self.task is None:
-            loop_setup.require_reduced(self.setup, self.name)
+        else:
+            self.require_ready_for_ranks()
         return reference
 
     def settings(self, reference: Reference, own: Mapping[str, Any]) -> dict[str, Any]:
@@ -210,16 +254,8 @@ class Subject:
         return found
 
     def fingerprint(self) -> str:
-        """Return a digest of the loop: model, optimizer, loss and shapes of a batch, with their code."""
-        loop = loop_setup.build(self.setup, loop_setup.PLANNING_SEED, self.name)
-        batch: Any = None if self.task is None else self.task.batch_size  # Ranks have only a part of a task's batch.
-        if self.task is None:
-            stream = DataStream(loop.loader, loop_setup.PLANNING_SEED)
-            batch = next(stream)
-            stream.close()
-        parts = parts_of_key(loop.model, loop.optimizer, loop.loss_fn, batch, {"step": loop.step})
-        kept = {name: part for name, part in parts.items() if name not in ("sources", "environment", "device", "fp32")}
-        return hashlib.sha256(json.dumps(kept, sort_keys=True, default=str).encode()).hexdigest()[:16]
+        """Return a digest of the loop without its data: model, optimizer, functions and files that define them."""
+        return fingerprint_of(self.setup, self.name, None if self.task is None else self.task.batch_size)
 
     def plan(self, reference: Reference, plan: Plan | None, planning: Mapping[str, Any]) -> Plan:
         """Return the given plan, or make one."""
@@ -230,6 +266,18 @@ class Subject:
                 require_fits(task_of_rank(self.task, ranks), found, ranks)
             return found
         return self.folder.part("plan", Plan, partial(self.made_plan, self.setup, reference, planning))
+
+    def notes_on(self, plan: Plan) -> list[str]:
+        """Return caveats about a plan that was given for the loop of a function."""
+        if self.task is not None:
+            return []
+        loop = loop_setup.build(self.setup, loop_setup.PLANNING_SEED, self.name)
+        stream = DataStream(loop.loader, loop_setup.PLANNING_SEED)
+        samples = loop.batching.read(next(stream)).samples
+        stream.close()
+        if samples in (None, plan.batch_size):
+            return []
+        return [f"The plan was made for batches of {plan.batch_size} samples, but the first batch has {samples}."]
 
     def made_plan(self, setup: Setup, reference: Reference, planning: Mapping[str, Any]) -> Plan:
         loop = loop_setup.build(setup, loop_setup.PLANNING_SEED, self.name)
@@ -277,7 +325,7 @@ class Subject:
             part = folder.part(f"pair-{seed}", MeasuredPart, run_pair)
             failures |= part.failures
             parts.append(part.table)
-        said = [*notes, *self._notes(parts[1:], begun)]
+        said = [*notes, *self._notes(parts[1:], begun, made.arms[0].name)]
         if self.task is None and loop_setup.shares_batches(self.setup, self.name, together):
             said.append(
                 "The first batch is equal on all ranks, and its samples count once for each. Divide the loader "
@@ -326,13 +374,13 @@ class Subject:
             rows += measure_step(arm, is_baseline=is_baseline, failures=own, together=self.options.together)
         return MeasuredPart(ResultTable.of(rows), own)
 
-    def _notes(self, tables: Sequence[ResultTable], begun: int) -> Iterator[str]:
+    def _notes(self, tables: Sequence[ResultTable], begun: int, baseline: str) -> Iterator[str]:
         options = self.options
         if options.pairs < MIN_PAIRS_FOR_VERDICT:
             pairs = "one pair" if options.pairs == 1 else f"{options.pairs} pairs"
             yield f"{pairs}: a verdict needs {MIN_PAIRS_FOR_VERDICT}."
-        if not any("loss" in table.metrics for table in tables):
-            yield "The loop's step returns no loss, so losses were not compared."
+        if not any(table.select(LOSS, baseline) for table in tables):
+            yield "The step of the baseline returns no loss, so losses were not compared."
         if begun:
             yield f"{begun} of {options.pairs} pairs were read from {options.out}."
         if self.task_loops is not None and self.task_loops.placement:

@@ -15,7 +15,9 @@ from trimtab.core.errors import FormatError, LoopError, ValueGivenError
 from trimtab.experiments.comparison import Comparison, sparkline
 from trimtab.experiments.loops import Loop
 from trimtab.experiments.result_table import CONTROL, PEAK, SAMPLES, SECONDS, ResultTable, Row
+from trimtab.experiments.subject import RunOptions
 from trimtab.plans.plan import Plan
+from trimtab.tasks import load_task
 
 BATCHES = [torch.randn(8, 4, generator=torch.Generator().manual_seed(index)) for index in range(4)]
 
@@ -39,7 +41,7 @@ def quick(seed):
 
 
 def slow(seed):
-    return make_loop(0.004)
+    return make_loop(0.02)
 
 
 def test_a_race_finds_the_faster_loop_and_equal_losses():
@@ -175,3 +177,88 @@ def test_a_sparkline_is_as_wide_as_asked():
     assert sparkline([3.0, 2.0, 1.0]) == "█▅▁"
     assert len(sparkline(range(1000), 40)) == 40
     assert sparkline([1.0]) == "▁"
+
+
+def changed_loop(lr=0.1, accumulate=1, evaluate=None, width=16):
+    def setup(seed):
+        model = nn.Sequential(nn.Linear(4, width), nn.Tanh(), nn.Linear(width, 2))
+        optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+        return Loop(model, optimizer, square_loss, BATCHES, evaluate, accumulate=accumulate)
+
+    return setup
+
+
+@pytest.mark.parametrize("change", [{"lr": 5.0}, {"accumulate": 2}, {"evaluate": len}, {"width": 8}], ids=str)
+def test_a_folder_is_not_continued_with_a_changed_loop(tmp_path, change):
+    def raced(*loops):
+        options = RunOptions(6, 1, out=tmp_path)
+        return trimtab.race(*loops, names=("one", "other"), options=options)
+
+    raced(changed_loop(), changed_loop())
+    raced(changed_loop(), changed_loop())
+    with raises(FormatError, code="folder.settings_differ"):
+        raced(changed_loop(), changed_loop(**change))
+    with raises(FormatError, code="folder.settings_differ"):
+        raced(changed_loop(**change), changed_loop())
+
+
+def test_a_plan_with_a_schedule_trains_a_function():
+    plan = Plan.fixed(8, 8, schedule="warmup_cosine")
+    found = trimtab.compare(quick, plan=plan, steps=6, pairs=1)
+    assert not found.failures
+    assert "tuned plan" in found.arms
+
+
+def test_a_baseline_without_losses_is_told():
+    def step(model, optimizer, batch):
+        optimizer.zero_grad()
+        square_loss(model, batch).backward()
+        optimizer.step()
+
+    found = trimtab.compare(lambda seed: make_loop(step=step), plan=Plan.fixed(8, 8), steps=6, pairs=1)
+    assert any("returns no loss" in note for note in found.notes)
+
+
+def test_evaluations_of_a_task_that_is_trained_to_the_end_may_be_more_frequent():
+    task = load_task("digits_resnet")
+    assert RunOptions(to_end=True, evaluate_every=3).of_task(task).evaluate_every == 3
+    assert RunOptions(to_end=True).of_task(task).evaluate_every > 3
+
+
+def test_a_plan_for_batches_of_another_size_is_told():
+    found = trimtab.compare(quick, plan=Plan.fixed(16, 16), steps=6, pairs=1)
+    assert any("batches of 16 samples" in note for note in found.notes)
+    assert not any("batches of" in n for n in trimtab.compare(quick, plan=Plan.fixed(8, 8), steps=6, pairs=1).notes)
+
+
+def test_lead_steps_have_the_same_loss_in_every_arm():
+    found = trimtab.compare(quick, plan=Plan.fixed(8, 8), steps=6, pairs=1)
+    first = {row.value for arm in found.table.arms for row in found.table.select("loss", arm) if row.round == 0}
+    assert max(first) == pytest.approx(min(first), rel=1e-5)
+
+
+@pytest.mark.parametrize("value", ["high", torch.zeros(3), None])
+def test_an_evaluation_that_is_no_number_is_refused(value):
+    with raises(ValueGivenError, code="evaluate.not_number"):
+        trimtab.race(changed_loop(evaluate=lambda model: value), quick, steps=6, pairs=1)
+
+
+def test_a_damaged_part_of_a_folder_is_named(tmp_path):
+    options = RunOptions(6, 1, out=tmp_path)
+    trimtab.race(quick, slow, options=options)
+    (tmp_path / "pair-0.json").write_text('{"x":')
+    with raises(FormatError, field=str(tmp_path / "pair-0.json")):
+        trimtab.race(quick, slow, options=options)
+
+
+def test_the_headline_tells_a_precision_above_the_baseline_s():
+    def step(model, optimizer, batch):
+        optimizer.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = square_loss(model, batch)
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    found = trimtab.compare(lambda seed: make_loop(step=step), plan=Plan.fixed(8, 8), steps=6, pairs=1)
+    assert "precision fp32" in str(found).splitlines()[0]

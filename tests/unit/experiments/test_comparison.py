@@ -162,3 +162,43 @@ def test_a_comparison_is_a_value_and_another_schema_is_refused():
     assert from_json(Comparison, to_json(found)) == found
     with pytest.raises(FormatError):
         replace(found, schema=99)
+
+
+def of_lengths(plan_blocks, baseline_blocks):
+    """Return a comparison of arms with equal curves of loss and accuracy, which trained for numbers of blocks."""
+    rows = []
+    for seed in range(5):
+        for arm, blocks in (("baseline", baseline_blocks), (CONTROL, baseline_blocks), ("plan", plan_blocks)):
+            for number in range(blocks):
+                values = {SECONDS: 1.0, SAMPLES: 10.0, LOSS: 4.0 - 0.1 * number, "evaluation:accuracy": 0.02 * number}
+                rows += [Row(arm, seed, number, metric, value, "") for metric, value in values.items()]
+    metric = QualityMetric("accuracy")
+    return Comparison("digits", ("baseline", "plan"), 80, ResultTable.of(rows), metric=metric)
+
+
+@pytest.mark.parametrize("lengths", [(30, 10), (10, 30), (30, 29)])
+def test_losses_and_quality_are_compared_after_equal_samples(lengths):
+    found = of_lengths(*lengths)
+    assert found.loss_difference().mean == pytest.approx(0.0, abs=0.5)
+    assert found.metric_difference().mean == pytest.approx(0.0, abs=1e-6)
+    assert found.quality_verdict() == "equal"
+
+
+def test_without_an_evaluation_after_equal_samples_quality_has_no_verdict():
+    ended = comparison({"plan": 1.5}, metric=QualityMetric("accuracy"))
+    rows = [Row(arm, seed, -1, "evaluation:accuracy", 0.9, "") for seed in range(5) for arm in ("baseline", "plan")]
+    whole = replace(ended, table=ended.table.joined([ResultTable.of(rows)]))
+    assert whole.metric_difference().mean == pytest.approx(0.0)
+    more = [Row("plan", seed, 9, SAMPLES, 80.0, "") for seed in range(5)]
+    assert replace(whole, table=whole.table.joined([ResultTable.of(more)])).metric_difference() is None
+
+
+def test_a_limit_judges_plans_against_their_rivals_and_all_loops_of_a_race():
+    arms = {"plan": 1.5, "strict": 0.3, "plan for strong": 0.8, "strong": 0.7}
+    plans = dict.fromkeys(("plan", "plan for strong"), Plan.fixed(10, 5))
+    found = comparison(arms, plans=plans, rivals={"plan for strong": "strong"})
+    assert not found.is_below(1.05)
+    assert found.is_below(1.3)
+    assert not replace(found, failures={"strict": "diverged"}).is_below(1.05)
+    assert replace(found, failures={"plan": "diverged"}).is_below(1.05)
+    assert replace(found, kind="race").is_below(1.05)
