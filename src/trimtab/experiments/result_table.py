@@ -216,23 +216,20 @@ def common_values(table: ResultTable, arm: str, against: str, name: str) -> list
     """Return the last evaluations of two arms after equal numbers of samples, by seed; without seeds that have none."""
     found = []
     for seed in table.seeds_of(against):
-        ours, theirs = (_evaluated_points(table, each, name, seed) for each in (arm, against))
-        pairs = [
-            (one, other)
-            for samples, one in ours
-            for others, other in theirs
-            if max(samples, others) <= _SAME_SAMPLES * min(samples, others)
-        ]
-        found += pairs[-1:]
+        points = [_evaluated_points(table, each, name, seed) for each in (arm, against)]
+        if all(points):
+            end = min(each[-1].samples for each in points)
+            ours, theirs = (min(each, key=lambda point: abs(point.samples - end)) for each in points)
+            if max(ours.samples, theirs.samples) <= _SAME_SAMPLES * min(ours.samples, theirs.samples):
+                found.append((ours.value, theirs.value))
     return found
 
 
-def _evaluated_points(table: ResultTable, arm: str, name: str, seed: int) -> list[tuple[float, float]]:
-    """Return (samples trained on, value) of every evaluation of an arm."""
-    points = [(each.samples, each.value) for each in evaluations(table, arm, name, seed)]
-    trained = math.fsum(row.value for row in table.select(SAMPLES, arm, seed))
+def _evaluated_points(table: ResultTable, arm: str, name: str, seed: int) -> list[Evaluated]:
+    """Return every evaluation of an arm, and the evaluation after its last step."""
+    trained, seconds = (math.fsum(row.value for row in table.select(each, arm, seed)) for each in (SAMPLES, SECONDS))
     last = [row.value for row in table.select(f"{EVALUATION}{name}", arm, seed) if row.round < 0]
-    return [*points, *((trained, value) for value in last[-1:])]
+    return [*evaluations(table, arm, name, seed), *(Evaluated(trained, seconds, value) for value in last[-1:])]
 
 
 def final_values(table: ResultTable, arm: str) -> dict[str, dict[int, float]]:

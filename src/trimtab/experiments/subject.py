@@ -24,7 +24,7 @@ from trimtab.core.serialization import to_jsonable
 from trimtab.distributed.coordinator import ALONE, Coordinator
 from trimtab.experiments import loop_setup, loops
 from trimtab.experiments.comparison import Comparison
-from trimtab.experiments.loops import Loop, StepResult
+from trimtab.experiments.loops import DataStream, Loop, StepResult
 from trimtab.experiments.paired_run import Arm, BlockMeter, PairedRun, RunLength, block_meter, measure_step
 from trimtab.experiments.result_folder import ResultFolder
 from trimtab.experiments.result_table import LOSS, ResultTable, Row
