@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import sys
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -282,7 +283,9 @@ def _measured(
             own.planned(f"{PLANNED}{ALONE}", subject.setup, reference, single, **how)
             running += own.arms
     how: dict[str, Any] = {"failures": failures, "progress": subject.options.progress, "together": together}
-    rows += PairedRun(running, number, RunLength(options.steps), **how).run()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "This job has several ranks, but the plan")  # Intended in ALONE arms.
+        rows += PairedRun(running, number, RunLength(options.steps), **how).run()
     return ResultTable.of(rows), failures, plan
 
 

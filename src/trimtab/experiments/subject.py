@@ -31,7 +31,7 @@ from trimtab.experiments.result_table import LOSS, ResultTable, Row
 from trimtab.experiments.step_check import check_step
 from trimtab.experiments.task_loops import STRICT, Setup, TaskLoops
 from trimtab.experiments.task_plans import require_fits, task_of_rank
-from trimtab.experiments.task_ranks import refuse_on_ranks
+from trimtab.experiments.task_ranks import refuse_on_ranks, require_same_task
 from trimtab.experiments.time_to_target import QualityMetric
 from trimtab.measure.machine import device_spec, environment
 from trimtab.planner.multi_rank_plan import for_replicas
@@ -222,14 +222,17 @@ class Subject:
         return steps * accumulate * plan.batch_size * self.options.together.num_ranks
 
     def require_ready_for_ranks(self, *, adapts: bool = False, recipes: bool = False) -> None:
-        """Check that all ranks of the job can train the loop together.
+        """Check that all ranks of the job can train the loop together. Collective.
 
         Raises:
-            ValueGivenError: the loop's own step does not reduce gradients, or an option needs one process.
+            ValueGivenError: the loop's own step does not reduce gradients, the task differs between ranks, or an option
+                needs one process.
         """
         num_ranks = self.options.together.num_ranks
         if num_ranks > 1 and self.task is not None:
             refuse_on_ranks(self.task, num_ranks, adapts=adapts, recipes=recipes)
+            if self.task_loops is not None:
+                require_same_task(self.task, self.task_loops.data)
         elif num_ranks > 1:
             loop_setup.require_reduced(self.setup, self.name)
 
