@@ -259,12 +259,13 @@ class _Pass:
 
     def _most(self) -> list[int]:
         """Return the bytes held after each event, including operator workspace."""
-        most = self._held()
+        held = self._held()
+        scratch = [0] * len(held)
         for call, begin, end, _ in self._seen.calls:
             if call in self._taken:
-                for index in range(begin, end + 1):
-                    most[index] += self._taken[call].scratch_bytes
-        return most
+                for index in range(begin, end + 1):  # Two calls share an index if nothing was born between them.
+                    scratch[index] = max(scratch[index], self._taken[call].scratch_bytes)
+        return [one + other for one, other in zip(held, scratch, strict=True)]
 
     def forwards(self) -> list[_Span]:
         """Return each stage's forward. Work of the model between two stages counts in the peak of the later one."""

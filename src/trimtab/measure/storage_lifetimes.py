@@ -222,7 +222,8 @@ class TracedStep:
         for call, begin, end, numbers in self._seen.calls:
             if call in scratch:
                 taken = scratch[call]
-                extra[begin : end + 1] = [taken.scratch_bytes] * (end + 1 - begin)
+                for moment in range(begin, end + 1):  # Two calls share a moment if nothing was born between them.
+                    extra[moment] = max(extra[moment], taken.scratch_bytes)
                 for number, size in zip(numbers, taken.result_bytes, strict=bool(taken.result_bytes)):
                     sizes[number] = max(sizes[number], size)
         now = dict.fromkeys(PARTS, 0)

@@ -430,7 +430,8 @@ def _proof(subject: TrainingLoop, pieces: Sequence[tuple[Any, int]]) -> SplitChe
             return _refused("split.part_fails", reason)
         found = _within(subject, whole, sizes, split, masks)
         if found.is_rounding:
-            return found.relative if found.ratio > 0 else 0.0
+            # Relative to the gradient; relative to its rounding error for a gradient of zero that is all rounding.
+            return found.ratio * TOLERANCE
         repeat = _within(subject, whole, sizes, _gradient(subject, whole_batch, masks), masks)
         if not repeat.is_rounding:
             reason = f"the gradient of {repeat.name} differs between two equal forwards, although dropout is disabled"

@@ -144,7 +144,7 @@ def predicted_to_measured(model, batch, autocast, name):
         with autocast():
             return model(batch[0])
 
-    traced = traced_chain(model, lambda m, batch: m(batch[0]), (batch,), autocast=autocast).first
+    traced = traced_chain(model, lambda m, batch: m(batch[0]), (batch,), autocast=autocast, counts_scratch=True).first
     schedule = {"none": keep_all(5), "every_block": every_block(5), "mixed": MIXED}[name]
     undo = use_schedule(model, [f"blocks.{index}" for index in range(4)], schedule)
     measured = counted(model, loss_fn, (batch,))
