@@ -32,10 +32,6 @@ class Workload:
         """All tasks at the paper's size."""
         return tuple(task for model in self.models for task in model)
 
-    def model_of(self, task: str) -> tuple[str, ...]:
-        """Return the tasks with the same model; for a smaller task, all smaller tasks."""
-        return next((model for model in self.models if task in model), self.smaller)
-
 
 IMAGES = Workload(
     "CIFAR-10, ResNet-50",

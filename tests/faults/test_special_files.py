@@ -16,7 +16,7 @@ from trimtab.checkpoint.atomic_directory import NAME, manifest_of
 from trimtab.checkpoint.batch_size_log import BatchSizeLog
 from trimtab.core import files
 from trimtab.core.errors import FormatError, TrimtabError
-from trimtab.core.record import Header, RecordWriter, read_header, read_record, require_own
+from trimtab.core.record import Header, RecordWriter, read_record, require_own
 from trimtab.core.serialization import read_json
 from trimtab.experiments.results import SETTINGS, read_result, read_settings
 from trimtab.plans.plan import Plan
@@ -27,7 +27,6 @@ READERS = {
     "plan": lambda path: read_json(Plan, path),
     "profile": lambda path: read_json(Profile, path),
     "record": read_record,
-    "header": read_header,
     "result": read_result,
     "record among results": lambda path: read_result(path.rename(path.with_suffix(".jsonl"))),
     "carbon": lambda path: CsvIntensity(path, "average").forecast(0.0),

@@ -33,8 +33,6 @@ from trimtab.core.serialization import from_jsonable, parse, to_jsonable
 
 RECORD_SCHEMA = 3
 _MOST = 2**62  # Limit of a count.
-# Marks, in a header's detail, a run of a few steps only, which has a speed but no final metric.
-BRIEF = "brief"
 
 
 @dataclass(frozen=True)
@@ -396,13 +394,6 @@ def _settings(plan: Mapping[str, Any] | None) -> Any:
     found = {name: plain.get(name) for name in _SETTINGS}
     chosen = {name: each["value"] for name, each in plain.items() if isinstance(each, dict) and "value" in each}
     return found | chosen if chosen else plain
-
-
-def read_header(path: str | Path) -> Header:
-    """Read the first line of a run's record; `FormatError` without a file or header, or for another schema."""
-    header = next(read_lines(path))
-    assert isinstance(header, Header)  # `read_lines` raises otherwise.
-    return header
 
 
 def read_together(environments: Iterable[Mapping[str, str]]) -> dict[str, str]:

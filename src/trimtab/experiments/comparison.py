@@ -43,22 +43,22 @@ class Comparison:
     """Result of `compare`, `race` or `ablate`. `print` shows it, `save` writes it as a page or as JSON.
 
     Args:
-        title: what was compared.
+        title: name of the comparison.
         arms: names of the arms, the baseline first, without the control.
         steps: optimizer steps of the baseline per paired run.
         table: all measured values.
-        plans: the plans, by arm.
+        plans: plan of an arm, by arm.
         reference: precision and clipping of the baseline.
         environment: machine and versions.
         failures: errors of arms that failed, by name.
         notes: caveats.
-        metric: the evaluation that judges the training, with targets; None if there is none.
-        changes: changes of the plan that an arm has, by arm of an ablation.
-        rivals: the arm that a plan was made for, if not the baseline, by arm.
+        metric: the evaluation for judging the training, with targets; or None.
+        changes: names of the settings that differ from the loop, by arm with a plan.
+        rivals: the arm for comparison with a plan, if not the baseline, by arm.
         precisions: compute precision of matrix products, by arm.
-        terms: name of the terms that throughput counts, such as tokens.
+        terms: name of the counted terms, for example tokens.
         terms_per_sample: terms per sample.
-        device: device with its peaks, for utilisation.
+        device: device with peaks, for utilisation.
         meter: the energy meter, or the reason for its absence.
         num_ranks: number of ranks per arm.
         task: name of the task or function.
@@ -133,7 +133,7 @@ class Comparison:
 
     def effects(self) -> list[ChangeEffect]:
         """Return the effects of the changes of an ablation; empty for another comparison."""
-        return list(effects_of(self.table, self.changes, self.failures))
+        return list(effects_of(self.table, self.changes, self.failures)) if self.kind == "ablation" else []
 
     def terms_per_s(self, arm: str) -> list[float]:
         """Return the terms per second of an arm, by pair."""
@@ -268,9 +268,8 @@ def headline_of(found: Comparison) -> str:
     if arm in found.failures:
         return f"{arm} failed: {found.failures[arm]}"
     plan = found.plans.get(arm)
-    changes = (
-        "" if plan is None else f" ({words})" if (words := _changes_of(found, plan)) else ", which changes nothing,"
-    )
+    words = "" if plan is None else plan.values_in_words(found.changes.get(arm, plan.changes))
+    changes = "" if plan is None else f" ({words})" if words else ", which changes nothing,"
     known = [each for each in found.times_to_target(arm) if each.speed is not None or each.bound[0] in "<>"]
     if arm == TUNED and known and found.metric is not None:
         target = known[-1]
@@ -286,17 +285,8 @@ def headline_of(found: Comparison) -> str:
     return f"{found.verdict(arm)}: {arm}{changes} has " + ", ".join(parts)
 
 
-def _changes_of(found: Comparison, plan: Plan) -> str:
-    """Return the changes of a plan, with a precision that is lower than fp32 only in the baseline."""
-    words = [plan.changes_in_words] if plan.changes else []
-    is_told = plan.precision.value in ("tf32", "bf16", "fp16")
-    if found.reference is not None and found.reference.precision != plan.precision.value and not is_told:
-        words.insert(0, f"precision {plan.precision.value}")
-    return ", ".join(words)
-
-
 def speed_in_words(speed: Interval) -> str:
-    """Return a speed with its interval, or with the number of pairs if they are too few for one."""
+    """Return a speed with interval; below five pairs with the number of pairs only."""
     if speed.n < MIN_PAIRS_FOR_VERDICT:
         return f"{speed.mean:.2f}x (n={speed.n})"
     return f"{speed.mean:.2f}x (95% {speed.low:.2f} to {speed.high:.2f}, n={speed.n})"
@@ -326,7 +316,7 @@ def quality_in_words(found: Comparison, arm: str) -> str:
 
 
 def changes_in_words(found: Comparison) -> list[str]:
-    """Return a sentence for every change of an ablation: its speed alone and in the plan, and its verdict."""
+    """Return a sentence for every change of an ablation: speed and verdict, alone and in the plan."""
     said = dict[str, list[str]]()
     for effect in found.effects():
         if effect.speed is not None:
@@ -429,7 +419,7 @@ def sparkline(values: Sequence[float], width: int = _POINTS) -> str:
 
 
 def html_of(found: Comparison, *, is_page: bool) -> str:
-    """Return the result as HTML, a whole page or a part of one.
+    """Return the result as HTML, a whole page or a fragment.
 
     Raises:
         DependencyError: jinja2 is not installed.

@@ -6,13 +6,11 @@ import contextlib
 import time
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from trimtab.api import Metering, start
-from trimtab.carbon.intensity import Intensity
+from trimtab.api import start
 from trimtab.checkpoint.config import Checkpoints
 from trimtab.core.errors import LoopError, ValueGivenError
 from trimtab.core.objective import Budget
@@ -25,7 +23,7 @@ from trimtab.energy.energy_meter import EnergyClock
 from trimtab.experiments import loop_setup
 from trimtab.experiments.loops import Loop, evaluated
 from trimtab.experiments.task_loops import Setup
-from trimtab.experiments.train_record import record_of
+from trimtab.experiments.train_record import RunSettings, record_of
 from trimtab.experiments.train_summary import carbon_figures, told_carbon
 from trimtab.measure.finite_check import nonfinite_parameter
 from trimtab.measure.machine import environment
@@ -35,26 +33,19 @@ from trimtab.training.run import Run
 
 
 @dataclass(frozen=True)
-class LoopTraining:
+class LoopTraining(RunSettings):
     """Options of a training run of a function's loop.
 
     Args:
         setup: the function.
         name: its name.
         steps: optimizer steps of the whole run.
-        seed, record, metering, checkpoints, grid, tracks, nonfinite: as in `TrainingOptions`.
+        The rest as in `RunSettings`.
     """
 
     setup: Setup
     name: str
     steps: int
-    seed: int = 0
-    record: Path | None = None
-    metering: Metering | None = None
-    checkpoints: Checkpoints | None = None
-    grid: Intensity | None = None
-    tracks: tuple[str, ...] = ()
-    nonfinite: str = "error"
 
     def plan(self, *, budget: Budget, adapt: Collection[str], dry_runs: bool, progress: Progress) -> Plan:
         """Make a plan on a separate loop, for a run of this length."""
@@ -75,7 +66,7 @@ class LoopTraining:
         reference = loop_setup.observed_reference(self.setup, self.seed, self.name)
         loop = loop_setup.build(self.setup, self.seed, self.name)
         kept = None if self.checkpoints is None else _with_after_step(self.checkpoints, loop)
-        metered = meter_of_rank(loop.device, self.metering, idle=self.record is not None and not self.record.exists())
+        metered = meter_of_rank(loop.device, self.metering, idle=self.begins_record)
         header = Header(self.name, self.seed, to_jsonable(plan), environment(), {"meter": to_jsonable(metered.own)})
         writer = record_of(self.record, header, self.tracks, continues=kept is not None)
         clock, last = EnergyClock(metered.meter), None

@@ -1,4 +1,4 @@
-"""Output folder of a command: its settings, and the completed parts, from which an interrupted command continues."""
+"""Output folder of a command: settings, and completed parts for continuing after an interruption."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def folder_of(command: str, name: str, out: Path | None) -> Path:
 
 
 class ResultFolder:
-    """Parts of a result, each in a file that is written once.
+    """Parts of a result; a file per part, written once.
 
     Args:
         path: the folder; None to keep nothing.
@@ -46,9 +46,9 @@ class ResultFolder:
 
     @contextlib.contextmanager
     def claimed(self, settings: Mapping[str, Any], *, any_threads: bool = False) -> Iterator[None]:
-        """Hold the folder for a command with these settings. Collective: all ranks must call it.
+        """Hold the folder for a command with the given settings. Collective: all ranks must call `claimed`.
 
-        Machine and versions are added to the settings, because they affect times; with `any_threads` without the number
+        Machine and versions belong to the settings, because times depend on both; with `any_threads` without the number
         of threads.
 
         Raises:
@@ -87,7 +87,7 @@ class ResultFolder:
         return self.path is not None and (self.path / f"{name}.json").exists()
 
     def part(self, name: str, kind: type[T], make: Callable[[], T]) -> T:
-        """Return a part from its file, or make and write it. Collective: all ranks must call it.
+        """Return a part from the file, or make and write the part. Collective: all ranks must call `part`.
 
         Raises:
             FormatError: the file is damaged.

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -18,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 from trimtab.core.errors import ValueGivenError
 from trimtab.core.objective import Reference
 from trimtab.experiments import loop_setup
-from trimtab.experiments.loops import DataStream, Loop, StepResult, plain_steps
+from trimtab.experiments.loops import DataStream, Loop, plain_steps
 from trimtab.experiments.task_loops import Setup
 from trimtab.profiling.random_masks import dropout_off
 from trimtab.state.process_state import ProcessState
@@ -32,7 +32,6 @@ _SMALL = 1e-2
 _NOISE = 3.0
 
 _Gradients = Sequence[Tensor]  # A tensor per parameter on the CPU, zero without a gradient.
-_Steps = Callable[[Loop, Iterator[Any]], Iterator[StepResult]]
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The loop that an experiment is about, the options of an experiment, and its arms."""
+"""Loop, options and arms of an experiment."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ from trimtab.experiments import loop_setup, loops
 from trimtab.experiments.comparison import Comparison
 from trimtab.experiments.loops import DataStream, Loop, StepResult
 from trimtab.experiments.paired_run import Arm, BlockMeter, PairedRun, RunLength, block_meter, measure_step
+from trimtab.experiments.plan_changes import changes_of
 from trimtab.experiments.result_folder import ResultFolder
 from trimtab.experiments.result_table import LOSS, ResultTable, Row
 from trimtab.experiments.step_check import check_step
@@ -49,15 +50,15 @@ _LEAD_STEPS = 1
 
 @dataclass(frozen=True)
 class RunOptions:
-    """Options of a comparison that apply to every arm.
+    """Options of a comparison for all arms.
 
     Args:
-        steps: optimizer steps of an arm per pair; None for `STEPS`, or with `to_end` for those of the task.
+        steps: optimizer steps of an arm per pair; None for `STEPS`, or with `to_end` for the task's steps.
         pairs: paired runs with different seeds: five for a verdict, eight for a claim.
-        to_end: True to train a task to the end of its budget, with all its evaluations, for times to its targets.
+        to_end: True to train a task to the end of the budget with all evaluations, for times to targets.
         evaluate_every: optimizer steps between evaluations. Seconds of training then count from the first step. None:
             a single evaluation at the end.
-        metric: the evaluation that judges the training, with targets.
+        metric: the evaluation for judging the training, with targets.
         cap_s, baseline_cap_s: limits on the training seconds of an arm and of the baseline.
         out: folder for the completed parts; None to keep none.
         metering: source of energy figures; by default the available meters.
@@ -120,7 +121,7 @@ class RunOptions:
 
 @dataclass(frozen=True)
 class Arms:
-    """The arms of a comparison with what the result tells about them."""
+    """The arms of a comparison, with plans, changes and precisions for the result."""
 
     arms: list[Arm] = field(default_factory=list)
     plans: dict[str, Plan] = field(default_factory=dict)
@@ -145,6 +146,7 @@ class Arms:
             Arm(name, _referring(setup, reference, name), steps, lead, samples=samples, hides_memory=hides)
         )
         self.plans[name] = plan
+        self.changes[name] = changes_of(plan, reference)
         self.precisions[name] = str(plan.precision.value)
 
 
@@ -155,7 +157,7 @@ def _planned_steps(
 
 
 def fingerprint_of(setup: Setup, name: str, batch: Any = None) -> str:
-    """Return a digest of a loop: model, optimizer with its settings, functions, and the files that define them."""
+    """Return a digest of a loop: model, optimizer settings, functions, and the source files of the functions."""
     loop = loop_setup.build(setup, loop_setup.PLANNING_SEED, name)
     own = [*((setup,) if inspect.isfunction(setup) else ()), loop.evaluate, loop.after_step, loop.step, loop.loss_fn]
     groups = [{key: value for key, value in group.items() if key != "params"} for group in loop.optimizer.param_groups]
@@ -168,7 +170,7 @@ def fingerprint_of(setup: Setup, name: str, batch: Any = None) -> str:
 
 
 def _digest_of_file(defined: Any) -> str:
-    """Return a digest of the file that defines a function or class; "" without a file, as in a notebook."""
+    """Return a digest of the source file of a function or class; "" without a file, as in a notebook."""
     try:
         file = inspect.getsourcefile(inspect.unwrap(getattr(defined, "__func__", defined)))
         return "" if file is None else hashlib.sha256(Path(file).read_bytes()).hexdigest()[:16]
@@ -177,13 +179,13 @@ def _digest_of_file(defined: Any) -> str:
 
 
 def settling_steps_of(plan: Plan) -> int:
-    """Return the steps until a loop with a plan reaches its steady state; several with CUDA graphs or compilation."""
+    """Return the steps before the steady state of a loop with a plan; several with CUDA graphs or compilation."""
     return steps_to_launch(plan.compiled.value) or (WINDOWS if plan.compiled.value else 1)
 
 
 @dataclass(frozen=True)
 class Subject:
-    """The loop that is compared: a function, or a task with the function of its loop."""
+    """The compared loop: a function, or a task with the function of the task's loop."""
 
     name: str
     setup: Setup
@@ -210,7 +212,7 @@ class Subject:
 
     @property
     def budget_samples(self) -> int | None:
-        """Samples that an arm of a task trains on; None for a function."""
+        """Training samples of an arm of a task; None for a function."""
         return None if self.task is None else self.options.length.steps * self.task.batch_size
 
     def horizon(self, plan: Plan) -> int | None:
@@ -222,7 +224,7 @@ class Subject:
         return steps * accumulate * plan.batch_size * self.options.together.num_ranks
 
     def require_ready_for_ranks(self, *, adapts: bool = False, recipes: bool = False) -> None:
-        """Check that all ranks of the job can train the loop together. Collective.
+        """Check the loop for training on all ranks of the job. Collective.
 
         Raises:
             ValueGivenError: the loop's own step does not reduce gradients, the task differs between ranks, or an option
@@ -237,7 +239,7 @@ class Subject:
             loop_setup.require_reduced(self.setup, self.name)
 
     def reference(self) -> Reference:
-        """Return the precision and clipping of the baseline, after a check that its step and loss agree."""
+        """Return the precision and clipping of the baseline, after the check of step against loss."""
         reference = loop_setup.observed_reference(self.setup, 0, self.name)
         if self.options.together.num_ranks == 1:
             check_step(self.setup, reference, self.name)
@@ -246,7 +248,7 @@ class Subject:
         return reference
 
     def settings(self, reference: Reference, own: Mapping[str, Any]) -> dict[str, Any]:
-        """Return what the measured parts depend on, except machine and versions."""
+        """Return all settings of the measured parts, except machine and versions."""
         length = self.options.length
         found = {"name": self.name, "length": to_jsonable(length), "reference": to_jsonable(reference), **own}
         found |= {"ranks": self.options.together.num_ranks, "loop": self.fingerprint()}
@@ -257,7 +259,7 @@ class Subject:
         return found
 
     def fingerprint(self) -> str:
-        """Return a digest of the loop without its data: model, optimizer, functions and files that define them."""
+        """Return a digest of the loop without data, as `fingerprint_of`."""
         return fingerprint_of(self.setup, self.name, None if self.task is None else self.task.batch_size)
 
     def plan(self, reference: Reference, plan: Plan | None, planning: Mapping[str, Any]) -> Plan:
@@ -271,7 +273,7 @@ class Subject:
         return self.folder.part("plan", Plan, partial(self.made_plan, self.setup, reference, planning))
 
     def notes_on(self, plan: Plan) -> list[str]:
-        """Return caveats about a plan that was given for the loop of a function."""
+        """Return caveats about a given plan for the loop of a function."""
         if self.task is not None:
             return []
         loop = loop_setup.build(self.setup, loop_setup.PLANNING_SEED, self.name)
@@ -329,7 +331,7 @@ class Subject:
             failures |= part.failures
             parts.append(part.table)
         said = [*notes, *self._notes(parts[1:], begun, made.arms[0].name)]
-        if self.task is None and loop_setup.shares_batches(self.setup, self.name, together):
+        if together.num_ranks > 1 and self.task is None and loop_setup.shares_batches(self.setup, self.name, together):
             said.append(
                 "The first batch is equal on all ranks, and its samples count once for each. Divide the loader "
                 "with trimtab.shard(loader)."
@@ -396,7 +398,7 @@ class Subject:
 
 @dataclass(frozen=True)
 class MeasuredPart:
-    """Measured values of a part of a comparison, with the errors of arms that failed until its end. A JSON value."""
+    """Measured values of a part of a comparison, with the errors of all failed arms until then. A JSON value."""
 
     table: ResultTable
     failures: Mapping[str, str] = field(default_factory=dict)

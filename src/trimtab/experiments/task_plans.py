@@ -23,7 +23,7 @@ from trimtab.training.batch import to_device
 
 
 def plan_task(task: Task, *, adapt: Collection[str] = (), **options: Any) -> Plan:
-    """Return a plan for a task's loop, on all ranks of the job. Collective: all ranks must call it.
+    """Return a plan for a task's loop, on all ranks of the job. Collective: all ranks must call `plan_task`.
 
     Args:
         adapt: training settings that the plan may change.
@@ -102,7 +102,7 @@ def require_fits(task: Task, plan: Plan, num_ranks: int = 1) -> None:
 
 
 def task_of_rank(task: Task, num_ranks: int) -> Task:
-    """Return a task as seen from a rank: its shard of every batch and of all samples.
+    """Return the task of a rank: a shard of every batch and of all samples.
 
     Raises:
         ValueGivenError: a batch has fewer samples than there are ranks.

@@ -7,15 +7,12 @@ import itertools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from trimtab.api import Metering, start
-from trimtab.carbon.intensity import Intensity
-from trimtab.checkpoint.config import Checkpoints
+from trimtab.api import start
 from trimtab.core import validation
 from trimtab.core.errors import FormatError, ValueGivenError
 from trimtab.core.progress import Progress
@@ -27,7 +24,7 @@ from trimtab.distributed.rank_energy import meter_of_rank
 from trimtab.distributed.sharded_loader import shard
 from trimtab.energy.energy_meter import EnergyClock
 from trimtab.experiments.task_ranks import require_same_task
-from trimtab.experiments.train_record import record_of
+from trimtab.experiments.train_record import RunSettings, record_of
 from trimtab.experiments.train_summary import TrainingPart, figures_of, told_carbon
 from trimtab.losses import parts_of
 from trimtab.measure.finite_check import nonfinite_parameter
@@ -136,20 +133,14 @@ Note = tuple[str, Mapping[str, Any]]
 
 
 @dataclass(frozen=True)
-class TrainingOptions:
-    """Options of a training run.
+class TrainingOptions(RunSettings):
+    """Options of a training run of a task.
 
     Args:
         task: the task to train.
         plan: the plan to apply.
         steps: number of batches.
-        seed: seed of weights and data order.
-        record: path of a new record, or of this run's record if resuming from checkpoints.
-        metering: source of energy figures.
-        checkpoints: checkpoint settings, or None.
-        grid: carbon intensity in grams per kWh, for carbon figures.
-        tracks: experiment trackers, in the format of `tracker_named`.
-        nonfinite: policy for a non-finite loss or parameter, as in `trimtab.start`.
+        The rest as in `RunSettings`.
 
     Raises:
         FormatError: the plan was made for another batch size or number of ranks.
@@ -158,18 +149,6 @@ class TrainingOptions:
     task: Task
     plan: Plan
     steps: int
-    seed: int = 0
-    record: Path | None = None
-    metering: Metering | None = None
-    checkpoints: Checkpoints | None = None
-    grid: Intensity | None = None
-    tracks: tuple[str, ...] = ()
-    nonfinite: str = "error"
-
-    @property
-    def begins_record(self) -> bool:
-        """True if the run starts a new record instead of continuing an existing record."""
-        return self.record is not None and not self.record.exists()
 
     def __post_init__(self) -> None:
         rows = -(-self.task.batch_size // job_position().num_ranks)

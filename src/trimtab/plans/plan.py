@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -267,7 +267,11 @@ class Plan(_Choices):  # type: ignore[misc]
     @property
     def changes_in_words(self) -> str:
         """The changes with their values as text; "" if nothing changes."""
-        return ", ".join(f"{name.replace('_', ' ')} {getattr(self, name).value}" for name in self.changes)
+        return self.values_in_words(self.changes)
+
+    def values_in_words(self, names: Iterable[str]) -> str:
+        """Return names of choices with their values as text."""
+        return ", ".join(f"{name.replace('_', ' ')} {getattr(self, name).value}" for name in names)
 
     @property
     def plan_kind(self) -> str:

@@ -22,7 +22,6 @@ from trimtab.core.record import (
     RecordWriter,
     RunRecord,
     StepRecord,
-    read_header,
     read_record,
     read_summary,
     read_together,
@@ -146,19 +145,17 @@ def test_the_end_is_read_back_and_its_absence_too(tmp_path, written):
     assert read(tmp_path, written).end is None
 
 
-def test_a_header_is_read_alone_and_strictly(tmp_path, written):
+def test_a_header_is_read_strictly(tmp_path, written):
     path = tmp_path / "read.jsonl"
-    path.write_bytes(written[: written.index(b"\n") + 1] + b"{")
-    assert read_header(path) == RECORD.header
     for content in (b"", written[:10], b"\n".join(written.split(b"\n")[1:])):
         path.write_bytes(content)
         with raises(FormatError, code="record.no_header"):
-            read_header(path)
+            read_record(path)
     path.write_bytes(written.replace(b'"schema": 3', b'"schema": 2', 1))
     with raises(FormatError, code="json.schema"):
-        read_header(path)
+        read_record(path)
     with raises(FormatError, code="file.unreadable"):
-        read_header(tmp_path / "absent.jsonl")
+        read_record(tmp_path / "absent.jsonl")
 
 
 def test_runs_that_are_read_as_one_tell_all_that_differs_between_them():
