@@ -109,7 +109,7 @@ class Job:
         plan = plan_on_ranks.plan_together(lambda: made, torch.device("cpu"), dry_run)
         return {
             "plan": to_jsonable(plan),
-            "text": str(plan),
+            "text": plan.explain(),
             "rehearsals": self.rehearsals,
             "peaks": self.peaks,
             "unchanged": self._look() == self.before and self.hooked == 0,

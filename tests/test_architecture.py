@@ -152,7 +152,7 @@ OPTIONAL = {
         "trimtab.cli.output",
         "trimtab.cli.experiment_commands",
     },
-    "rich": {"trimtab.experiments.progress_bar"},
+    "rich": {"trimtab.core.progress"},
     "jinja2": {"trimtab.experiments.pages"},
     "sklearn": {"trimtab.tasks.embedded"},
     "deepspeed": {"trimtab.distributed.deepspeed_backend"},

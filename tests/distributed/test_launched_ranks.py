@@ -143,7 +143,7 @@ LOOP = """
                     run.train_step(window, loss_fn)
                     losses.append(float(run.loss))
         weights = [float(p.detach().double().sum()) for p in model.parameters()]
-        said = {"plan": str(plan), "rows": run.consumed_samples, "weights": weights, "losses": losses}
+        said = {"plan": plan.explain(), "rows": run.consumed_samples, "weights": weights, "losses": losses}
     with open(f"rank-{here.rank}.json", "w") as file:
         json.dump(said, file)
 """

@@ -96,7 +96,6 @@ REFUSED = {
     "compare train.py:setup --to-end": "to_end.not_task",
     "compare train.py:setup --against strict": "against.not_task",
     "scale train.py:setup --scaling strong": "scaling.not_task",
-    "plan train.py:setup --explain": "option.needs_task",
     "compare digits_resnet --steps 10 --quick": "option.conflict",
     "race train.py:setup": "race.names",
     "profile train.py:setup": "task.is_setup",

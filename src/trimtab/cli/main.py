@@ -15,6 +15,7 @@ import typer
 from trimtab.cli import checkpoint_commands, experiment_commands, planning_commands, train_commands
 from trimtab.cli.output import print_error, print_text
 from trimtab.cli.streams import prepare_streams
+from trimtab.core import progress
 from trimtab.core.errors import FormatError, RankError, TrimtabError, UsageError
 from trimtab.distributed.launched_rank import LaunchedRank
 
@@ -165,6 +166,7 @@ def _explained(launched: LaunchedRank) -> None:
         print_error(f"trimtab: {describe(error).rstrip('.')}. {_TRACEBACK}")
         sys.exit(1)
     except KeyboardInterrupt:
+        print_error(f"trimtab: interrupted. {progress.kept() or 'Nothing was kept.'}")
         sys.exit(130)
 
 

@@ -172,13 +172,6 @@ def _plan_setup(
     from trimtab.api import Metering
     from trimtab.experiments import loop_setup
 
-    if explain:
-        raise ValueGivenError(
-            "--explain",
-            problem="--explain needs a task, but a function was given.",
-            hint="Remove --explain.",
-            code="option.needs_task",
-        )
     name, seed = task.rpartition(":")[2], loop_setup.PLANNING_SEED
     with ProgressBar() as progress:
         reference = loop_setup.observed_reference(setup, seed, name)
@@ -189,7 +182,7 @@ def _plan_setup(
         if out is not None:
             made.save(out)
     finally:
-        print_json(made) if as_json else print_text(str(made))
+        print_json(made) if as_json else print_text(made.explain() if explain else str(made))
 
 
 def _plan_ranks(

@@ -440,7 +440,7 @@ def html_of(found: Comparison, *, is_page: bool) -> str:
         "bars": _bars(found),
         "remarks": remarks_of(found),
         "figures": [each for each in figures if each is not None],
-        "details": {arm: str(plan) for arm, plan in found.plans.items()},
+        "details": {arm: plan.explain() for arm, plan in found.plans.items()},
         "machine": ", ".join(f"{name} {value}" for name, value in found.environment.items() if name != "sources"),
     }
     return str(template("comparison.html.jinja").render(values))

@@ -63,8 +63,8 @@ class PlanWithProfile:
     def explained(self) -> str:
         """Return the text of the plan, all considered combinations and the measurements."""
         if self.profile is None:
-            return str(self.plan)
-        return "\n\n".join((str(self.plan), self._considered(self.profile), self._measured(self.profile)))
+            return self.plan.explain()
+        return "\n\n".join((self.plan.explain(), self._considered(self.profile), self._measured(self.profile)))
 
     def _considered(self, profile: Profile) -> str:
         found = search_space.priced_candidates(profile, self.budget)

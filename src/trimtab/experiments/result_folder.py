@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 from trimtab.checkpoint.run_lock import lock_run_folder
 from trimtab.core.errors import FormatError
+from trimtab.core.progress import note_kept
 from trimtab.core.serialization import to_jsonable, write_whole
 from trimtab.distributed.coordinator import ALONE, Coordinator
 from trimtab.experiments.results import SETTINGS, read_settings
@@ -103,6 +104,7 @@ class ResultFolder:
         if found is None:
             found = make()
             self._together.write(file, found)
+            note_kept(f"{self.path} keeps all completed parts; the same command continues.")
         return found
 
 

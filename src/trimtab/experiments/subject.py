@@ -14,6 +14,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from trimtab.api import Metering
 from trimtab.core import validation
 from trimtab.core.energy_reading import NO_METER
@@ -35,6 +37,7 @@ from trimtab.experiments.task_plans import require_fits, task_of_rank
 from trimtab.experiments.task_ranks import refuse_on_ranks, require_same_task
 from trimtab.experiments.time_to_target import QualityMetric
 from trimtab.measure.machine import device_spec, environment
+from trimtab.measure.timing import LOADED, processor_fraction
 from trimtab.planner.multi_rank_plan import for_replicas
 from trimtab.planner.statistics import MIN_PAIRS_FOR_VERDICT
 from trimtab.plans.plan import Plan
@@ -325,12 +328,13 @@ class Subject:
         meter, facts = block_meter(device, options.metering, together) if running else (None, NO_METER)
         parts = [steps.table]
         begun = sum(folder.has(f"pair-{seed}") for seed in range(options.pairs))
-        for seed in range(options.pairs):
-            run_pair = partial(self._run_pair, running, seed, dict(failures), meter)
-            part = folder.part(f"pair-{seed}", MeasuredPart, run_pair)
-            failures |= part.failures
-            parts.append(part.table)
-        said = [*notes, *self._notes(parts[1:], begun, made.arms[0].name)]
+        with free_threads(device, together.num_ranks) as load:
+            for seed in range(options.pairs):
+                run_pair = partial(self._run_pair, running, seed, dict(failures), meter)
+                part = folder.part(f"pair-{seed}", MeasuredPart, run_pair)
+                failures |= part.failures
+                parts.append(part.table)
+        said = [*notes, *load, *self._notes(parts[1:], begun, made.arms[0].name)]
         if together.num_ranks > 1 and self.task is None and loop_setup.shares_batches(self.setup, self.name, together):
             said.append(
                 "The first batch is equal on all ranks, and its samples count once for each. Divide the loader "
@@ -420,6 +424,29 @@ def process_kept() -> Iterator[None]:
         yield
     finally:
         outside.restore()
+
+
+@contextlib.contextmanager
+def free_threads(device: torch.device, num_ranks: int) -> Iterator[list[str]]:
+    """Run the block on as many threads as other processes leave processors; yields a note if they are fewer.
+
+    A thread without a processor holds up all others at the end of each parallel operation, so that a step on all
+    threads takes several times its usual seconds.
+    """
+    threads = torch.get_num_threads()
+    fraction = processor_fraction(threads) if device.type == "cpu" and num_ranks == 1 else 1.0
+    if fraction >= LOADED:
+        yield []
+        return
+    free = max(1, int(fraction * threads))
+    torch.set_num_threads(free)
+    try:
+        yield [
+            f"Other processes left each thread {100 * fraction:.0f}% of a processor, so all loops ran on {free} "
+            f"thread{'s' * (free > 1)}."
+        ]
+    finally:
+        torch.set_num_threads(threads)
 
 
 def plain_options(planning: Mapping[str, Any]) -> dict[str, Any]:

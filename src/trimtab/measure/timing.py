@@ -203,7 +203,7 @@ def synchronize(device: torch.device) -> None:
 
 # Clock of timed calls. Beside other processes the wall clock counts their work too.
 
-_LOADED = 0.8  # A smaller fraction of a processor per thread means that other processes need the processors.
+LOADED = 0.8  # A smaller fraction of a processor per thread means that other processes need the processors.
 _PROBES, _PROBE_S, _PROBED_BYTES, _PROBE_KEPT_S = 3, 0.04, 2**22, 10.0
 _probed: tuple[int, float, float] | None = None  # Threads, time and result of the last probe.
 _timed_threads = 0  # Number of threads while calls are timed by processor time; 0 for the wall clock.
@@ -251,7 +251,7 @@ def loaded_machine_clock(device: torch.device) -> Iterator[float | None]:
     global _timed_threads  # A process has one clock; planning sessions wait for each other.
     threads = torch.get_num_threads()
     fraction = processor_fraction(threads) if device.type == "cpu" and _timed_threads == 0 else 1.0
-    if fraction >= _LOADED:
+    if fraction >= LOADED:
         yield None
         return
     _timed_threads = max(1, int(fraction * threads))

@@ -31,7 +31,6 @@ from trimtab.core.energy_reading import NO_METER, MeterFacts
 from trimtab.core.errors import FormatError
 from trimtab.core.objective import ASSUMED_REFERENCE, Reference
 from trimtab.core.serialization import read_json, to_json, write_result
-from trimtab.core.units import format_bytes, format_seconds
 from trimtab.settings import SETTINGS, unchanged
 from trimtab.settings.conflicts import check_conflicts
 
@@ -294,109 +293,24 @@ class Plan(_Choices):  # type: ignore[misc]
         """
         return read_json(cls, path)
 
+    @property
+    def headline(self) -> str:
+        """Speed, memory and numerics against the baseline: "1.9x faster, 64 % less memory, same up to rounding"."""
+        from trimtab.plans import plan_text
+
+        return plan_text.headline(self)
+
     def __str__(self) -> str:
-        return _explain(self)
+        """Return the plan on a screen of at most 20 lines and 80 columns, or the terminal's width."""
+        from trimtab.plans import plan_text
 
+        return plan_text.screen(self)
 
-def _explain(plan: Plan) -> str:
-    lines = [_verdict(plan), "", f"baseline: {plan.reference.describe()} loop, {_rows(plan)} per step"]
-    lines.append(
-        _cost("baseline, predicted" if plan.target_device else "baseline, measured", plan.baseline, plan.meter)
-    )
-    lines.append(_cost("this plan, predicted", plan.predicted, plan.meter))
-    if plan.measured is not None:
-        lines.append(_cost("this plan, measured", plan.measured, plan.meter))
-    if plan.peak_margin is not None:
-        lines.append(
-            f"peak memory: traced, plus a margin of {100 * plan.peak_margin:.2g}% for memory that a trace does not "
-            "show; not calibrated"
-        )
-    if plan.seconds_margin is not None:
-        lines.append(
-            f"step time: from the data sheet of the device; {100 * plan.seconds_margin:.2g}% is added before "
-            "comparison with a limit; not calibrated"
-        )
-    if plan.meter != NO_METER:
-        lines.append(f"energy: {plan.meter.describe()}")
-    lines.append("")
-    for name, choice in plan.choices():
-        lines += _choice(name, choice)
-    if plan.check is not None:
-        refused = (
-            "only the loop's own micro-batch is allowed" if plan.splits_as_the_loop else "splitting is not allowed"
-        )
-        verdict = "splitting the batch keeps the gradient" if plan.check.splittable else refused
-        lines += ["", f"check: {verdict}: {plan.check.reason}"]
-    if plan.proof is not None:
-        lines.append(f"proof: {plan.proof.reason}")
-    if plan.timing_noise is not None:
-        noise = f"{100 * plan.timing_noise:.2g}%"
-        lines.append(f"timing noise: identical runs of the loop differed by up to {noise} in the trials")
-    if plan.stands_between is not None:
-        low, high = plan.stands_between
-        lines.append(f"objective: the same plan is chosen for memory weights from {low:.2g} to {high:.2g}")
-    lines += [f"advice: {each.text}" for each in plan.advice]
-    lines += [f"note: {note.text}" for note in plan.notes]
-    if plan.planning_s:
-        search = f", including {format_seconds(plan.search_s)} of search for the tuned plan" if plan.search_s else ""
-        lines.append(f"planning took {format_seconds(plan.planning_s)}{search}")
-    return "\n".join(lines)
+    def explain(self) -> str:
+        """Return every setting with its reason, all rejected alternatives, checks, advice and notes."""
+        from trimtab.plans import plan_text
 
-
-def _verdict(plan: Plan) -> str:
-    if not plan.changes and plan.target_device:
-        return f"Change nothing: no settings are predicted to be better on {plan.target_device}. No step was run."
-    if plan.check is None and plan.proof is None and plan.predicted is None and plan.measured is None:
-        split = f" The split into micro-batches is {UNPROVED_SPLIT}." if plan.splits else ""
-        return f"Change {plan.changes_in_words or 'nothing'}: set by hand, neither measured nor proved.{split}"
-    if not plan.changes:
-        return "Change nothing: no setting was significantly better than the unchanged loop."
-    text = f"Change {plan.changes_in_words} ({plan.plan_kind} plan)"
-    if plan.baseline and plan.measured and plan.verified:
-        # The bounds are those of a mean of logarithms, so their geometric mean is the estimate that they belong to.
-        low, high = plan.verified
-        is_known = all(map(math.isfinite, plan.verified)) and low > 0
-        speed = math.sqrt(low * high) if is_known else plan.baseline.step_s / plan.measured.step_s
-        of = f"of the {plan.reference.describe()} loop"
-        text += f": {speed:.2f}x the speed {of} in trials{_certainty(plan.verified)}"
-    elif plan.baseline and plan.predicted:
-        where = f" on {plan.target_device}" if plan.target_device else ""
-        ran = "not run" if plan.measured is None else "not compared with the loop in paired runs"
-        text += f": {plan.baseline.step_s / plan.predicted.step_s:.2f}x the speed{where}, predicted and {ran}"
-    if plan.splits and plan.check is None:
-        text += f". The split into micro-batches is {UNPROVED_SPLIT}"
-    return text + "."
-
-
-def _rows(plan: Plan) -> str:
-    if plan.check is not None and plan.check.code == "batch.samples_unknown":
-        return "an unknown number of samples"
-    return f"{plan.batch_size} samples" + (f" on each of {plan.num_ranks} ranks" if plan.num_ranks > 1 else "")
-
-
-def _certainty(verified: tuple[float, float] | None) -> str:
-    if verified is None or not all(map(math.isfinite, verified)):
-        return ""
-    low, high = verified
-    doubt = "" if low > 1 or high < 1 else ", not significant"
-    return f" (95% {low:.2f} to {high:.2f}{doubt})"
-
-
-def _cost(label: str, cost: MeasuredCost | None, meter: MeterFacts) -> str:
-    if cost is None:
-        return f"{label.partition(',')[0]}: not measured"
-    between = ""
-    if cost.between_s is not None:
-        between = " ({} to {})".format(*map(format_seconds, cost.between_s))
-    energy = "" if cost.energy_j is None else f", energy {meter.told(cost.energy_j)}"
-    peak = format_bytes(cost.peak_bytes)
-    return f"{label}: {format_seconds(cost.step_s)} per step{between}, peak memory {peak}{energy}"
-
-
-def _choice(name: str, choice: Choice) -> list[str]:
-    sign = "*" if choice.changed else " "
-    lines = [f"{sign} {name.replace('_', ' '):<20} {choice.value!s:<14} [{choice.effect}] {choice.reason}"]
-    return lines + [f"      not {loser.value}: {loser.reason}" for loser in choice.rejected]
+        return plan_text.explanation(self)
 
 
 def without_graphs(plan: Plan, why: str) -> Plan:

@@ -20,6 +20,7 @@ class Allocator(Setting):
     """What glibc's malloc does with freed memory."""
 
     name = "allocator"
+    title = "freed host memory"
     default = "keep"
     effect = Effect.BITWISE
     summary = "Freed host memory: retain keeps it in the process (training on a CPU, glibc)."

@@ -65,6 +65,7 @@ class Setting:
         before_sharding: True if the setting must be applied before ranks shard the model.
         acts_in_step: True if the setting acts between backward pass and optimizer step; not supported by loops with
             optimizer steps within the backward pass.
+        title: name in texts, such as "memory format"; the name with spaces if not given.
         trainer_decides: True if a trainer's own configuration decides the setting (Transformers, Lightning,
             Accelerate).
     """
@@ -81,6 +82,11 @@ class Setting:
     before_sharding: ClassVar[bool] = False
     acts_in_step: ClassVar[bool] = False
     trainer_decides: ClassVar[bool] = False
+    title: ClassVar[str] = ""
+
+    def __init_subclass__(cls) -> None:
+        if not cls.title and hasattr(cls, "name"):
+            cls.title = cls.name.replace("_", " ")
 
     @property
     def field(self) -> str:
@@ -123,6 +129,10 @@ class Setting:
     def label(self, value: Scalar) -> str:
         """Return a value as part of a candidate's description, such as "bf16"; "" for the default."""
         return "" if value == self.default else f"{self.name.replace('_', ' ')} {value}"
+
+    def title_of(self, value: Scalar) -> str:
+        """Return a value as the name of a change, such as "bf16 precision"."""
+        return (self.label(value) or f"{self.title} {value}").replace("_", " ")
 
     def phrase(self, value: Scalar) -> str:
         """Return a value as the object of a comparison, such as "chunks of 512 tokens" in "1.2x the speed of ..."."""

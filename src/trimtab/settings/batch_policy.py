@@ -16,6 +16,7 @@ class BatchPolicy(Setting):
     """Name of the policy in the plan's batch rule."""
 
     name = "batch_policy"
+    title = "batch size"
     default = "user"
     effect = Effect.TRAINING
     summary = "Policy of the adaptive batch size, set together with `batch_rule`."

@@ -19,6 +19,7 @@ class CompiledModel(Setting):
     """How the model's forward and backward run."""
 
     name = "compiled"
+    title = "compilation"
     default = False
     effect = Effect.ROUNDING
     summary = "torch.compile of the model, capture of forward and backward as CUDA graphs, or both."

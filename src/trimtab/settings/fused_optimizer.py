@@ -45,6 +45,9 @@ class FusedOptimizer(Setting):
     def phrase(self, value: Scalar) -> str:
         return f"the {'fused' if value else 'unfused'} optimizer"
 
+    def title_of(self, value: Scalar) -> str:
+        return "fused optimizer" if value else "unfused optimizer"
+
     def label(self, value: Scalar) -> str:
         return "fused" if value else ""
 

@@ -25,6 +25,7 @@ class LossChunk(Setting):
     """Chunk size of all loss heads of the model."""
 
     name = "loss_chunk"
+    title = "chunked loss head"
     default = None
     effect = Effect.ROUNDING
     summary = "Tokens whose logits a `trimtab.nn.LossHead` holds at once."

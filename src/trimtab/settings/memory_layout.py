@@ -18,6 +18,7 @@ class MemoryLayout(Setting):
     """Memory format of 4-dimensional parameters and of the optimizer state."""
 
     name = "memory_layout"
+    title = "memory format"
     default = "keep"
     effect = Effect.ROUNDING
     summary = "Memory format of convolutions: channels_last stores the channels of a pixel together."

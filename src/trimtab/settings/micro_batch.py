@@ -21,6 +21,7 @@ class MicroBatch(Setting):
     """Samples per forward and backward; the default of a plan is the whole batch."""
 
     name = "micro_batch"
+    title = "micro-batch"
     default = None
     effect = Effect.BITWISE
     summary = "Samples per forward and backward; the gradients of a window's micro-batches are accumulated."

@@ -21,6 +21,7 @@ class Recompute(Setting):
     """Schedule of recomputation, or "every_block"."""
 
     name = "recompute"
+    title = "activation checkpointing"
     default = None
     effect = Effect.BITWISE
     summary = "Activation checkpointing of the model's blocks, in addition to the loop's own."

@@ -27,6 +27,7 @@ class Schedule(Setting):
     """Factor on the learning rates by the progress of the training."""
 
     name = "schedule"
+    title = "learning-rate schedule"
     default = "user"
     effect = Effect.TRAINING
     summary = "Learning-rate schedule by progress: warmup_cosine (paper eq. 10) or warmup_linear."
@@ -43,6 +44,7 @@ class WarmupFraction(Setting):
     """Length of the warm-up."""
 
     name = "warmup_fraction"
+    title = "warm-up"
     default = None
     effect = Effect.TRAINING
     summary = "Warm-up of the plan's schedule as a fraction of the run."
@@ -64,6 +66,7 @@ class LearningRateScale(Setting):
     """Scale of the user's learning rates."""
 
     name = "learning_rate_scale"
+    title = "learning rate"
     default = 1.0
     effect = Effect.TRAINING
     summary = "Factor on the user's learning rates."

@@ -29,6 +29,7 @@ class ZeroStage(_Shared):
     """Sharding of an unwrapped model."""
 
     name = "zero_stage"
+    title = "ZeRO stage"
     default = None
     effect = Effect.ROUNDING
     summary = (
@@ -47,6 +48,7 @@ class Engine(_Shared):
     """Library that shards the model."""
 
     name = "engine"
+    title = "sharding library"
     default = "torch"
     effect = Effect.ROUNDING
     summary = "Library that shards the model; deepspeed at ZeRO stages 1 to 3."
@@ -107,6 +109,7 @@ class PowerSgdRank(_Shared):
     """Compression of gradients (Vogels et al. 2019)."""
 
     name = "powersgd_rank"
+    title = "PowerSGD rank"
     default = None
     effect = Effect.TRAINING
     summary = "With DDP: rank of the PowerSGD factors that gradients are sent as (Vogels et al. 2019)."

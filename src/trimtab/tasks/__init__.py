@@ -29,7 +29,7 @@ __all__ = [
     "of_datasets",
 ]
 
-BUILT_IN: tuple[str, ...] = ("digits_resnet", "source_gpt")
+BUILT_IN: tuple[str, ...] = ("words_gpt", "digits_resnet", "source_gpt")
 # Tasks at the sizes of the paper, which need data from outside. A checkout has them in benchmarks/paper.
 IN_CHECKOUT: tuple[str, ...] = (
     "cifar10_resnet",

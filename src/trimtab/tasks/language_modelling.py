@@ -50,6 +50,7 @@ def bits_per_byte(model: nn.Module, batches: Sequence[Batch]) -> float:
 
 
 BITS_PER_BYTE = Metric("loss_bits_per_byte", higher_is_better=False, evaluate=bits_per_byte)
+NATS_PER_TOKEN = Metric("loss_nats_per_token", higher_is_better=False, evaluate=mean_loss)
 
 
 def windows(tokens: np.ndarray, context: int) -> Tensor:

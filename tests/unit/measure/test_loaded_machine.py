@@ -65,4 +65,4 @@ def test_within_a_loaded_clock_the_load_is_not_measured_again(monkeypatch, four_
 def test_more_threads_than_processors_are_read_as_load():
     """Of the private function, because a fixture of all tests replaces the public one."""
     threads = 8 * (os.cpu_count() or 1)
-    assert 0.0 < timing._probed_fraction(threads) < timing._LOADED
+    assert 0.0 < timing._probed_fraction(threads) < timing.LOADED

@@ -65,10 +65,10 @@ def test_without_a_meter_no_joule_is_anywhere():
     assert all(trial.energy_j is None for trial in profile.trials)
     assert [cost.energy_j for cost in (plan.baseline, plan.predicted, plan.measured)] == [None] * 3
     assert all(point.energy_j is None for point in plan.front)
-    page = str(plan)
+    page = plan.explain()
     assert "energy" not in page
     assert not re.search(r"\d [mk]?J\b", page)
-    metered = str(choose(measured(machine(), can_retain=False), Objective(), Budget()))
+    metered = choose(measured(machine(), can_retain=False), Objective(), Budget()).explain()
     assert "energy" in metered
     assert re.search(r"\d [mk]?J\b", metered)
 
@@ -81,11 +81,11 @@ def test_a_weight_on_what_nothing_counted_is_refused():
 
 def test_the_page_says_what_counted_or_why_nothing_did():
     profile = measured(machine(), objective=BY_BOTH, can_retain=False)
-    page = str(choose(replace(profile, meter=METER), BY_BOTH, Budget()))
+    page = choose(replace(profile, meter=METER), BY_BOTH, Budget()).explain()
     assert "energy: measured (nvml gpu 0); includes 60 W of idle power" in page
     assert ", energy 100 J" in page
     nothing = MeterFacts(Provenance.ABSENT, reason="there is none", left_out=0.5)
-    page = str(choose(replace(profile, meter=nothing), BY_TIME, Budget()))
+    page = choose(replace(profile, meter=nothing), BY_TIME, Budget()).explain()
     assert "energy: not measured: there is none. Its weight of 0.5 in the objective was set to 0" in page
 
 

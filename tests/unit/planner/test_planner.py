@@ -42,7 +42,7 @@ def test_clear_gains_are_taken_with_their_figures():
     assert plan.baseline.step_s / plan.measured.step_s == pytest.approx(true_speed, rel=0.05)
     assert plan.predicted.step_s == pytest.approx(plan.measured.step_s, rel=0.4)  # the machine drifts by a fifth
     assert plan.predicted.peak_bytes == plan.measured.peak_bytes
-    text = str(plan)
+    text = plan.explain()
     assert text.startswith("Change precision bf16, memory layout channels_last, allocator retain, fused optimizer True")
     assert codes_against(plan, "precision")["fp32"] == "trial.slower"
     assert f"not fp32: {reasons_against(plan, 'precision')['fp32']}" in text
@@ -120,7 +120,7 @@ def test_noise_alone_changes_nothing(seed, can_retain):
 def test_a_loop_that_is_already_good_is_left_alone():
     plan = planned(Machine(split_s=0.2), is_fused=True, layout="channels_last", can_retain=False)
     assert plan.changes == ()
-    assert str(plan).startswith("Change nothing")
+    assert plan.explain().startswith("Change nothing")
     assert plan.fused_optimizer.value is True
     assert plan.fused_optimizer.code == "optimizer.already_fused"
     assert plan.memory_layout.code == "layout.already"
@@ -145,7 +145,7 @@ def test_a_refused_split_keeps_the_users_batch():
     assert plan.micro_batch.value == 64
     assert plan.micro_batch.code == (REFUSED.code or "plan.unchanged")
     assert REFUSED.reason in plan.micro_batch.reason
-    assert f"check: splitting is not allowed: {REFUSED.reason}" in str(plan)
+    assert f"check: splitting is not allowed: {REFUSED.reason}" in plan.explain()
 
 
 def test_a_refused_split_leaves_a_memory_budget_to_the_other_settings():
@@ -230,7 +230,7 @@ def test_a_failed_trial_becomes_a_loser_with_its_reason():
     assert plan.allocator.reason.startswith("1.26x the speed")
     assert codes_against(plan, "precision")["bf16"] == "trial.failed"
     assert reasons_against(plan, "precision")["bf16"] == "RuntimeError: no bf16 kernel"
-    assert "not bf16: RuntimeError: no bf16 kernel" in str(plan)
+    assert "not bf16: RuntimeError: no bf16 kernel" in plan.explain()
     assert {trial.candidate.precision for trial in profile.trials if trial.error} == {"bf16"}
 
 
@@ -244,7 +244,7 @@ def test_a_loop_that_cannot_run_whole_is_planned_in_slices_of_every_mode():
     assert set(CostModel(profile).modes) == {Candidate(16, precision=mode[0], memory_layout=mode[1]) for mode in grid}
     plan = choose(profile, Objective(), Budget())
     assert (plan.micro_batch.value, plan.precision.value, plan.baseline) == (16, "bf16", None)
-    assert "baseline: not measured" in str(plan)
+    assert "baseline: not measured" in plan.explain()
     assert "(out of memory)" in plan.micro_batch.reason
 
 
@@ -413,7 +413,7 @@ def test_a_plan_that_was_never_run_says_so():
     recorded = measured(Machine(split_s=0.1), objective=Objective(time=1, memory=1), can_retain=False)
     plan = choose(recorded, Objective(), Budget(memory=125 * MIB))
     assert (plan.micro_batch.value, plan.measured, plan.verified) == (2, None, None)
-    assert ": 0.24x the speed, predicted and not run" in str(plan)
+    assert ": 0.24x the speed, predicted and not run" in plan.explain()
 
 
 def test_what_a_final_rejected_is_not_taken_under_another_limit():
@@ -454,7 +454,7 @@ def test_the_plan_carries_reference_check_and_cost_of_planning():
     assert plan.precision.value == "bf16"
     assert "precision" not in plan.changes
     assert (plan.clip_norm.value, plan.clip_norm.changed) == (1.5, False)
-    assert "baseline: declared bf16 eager, clip 1.5 loop, 64 samples per step" in str(plan)
+    assert "baseline: declared bf16 eager, clip 1.5 loop, 64 samples per step" in plan.explain()
 
 
 def test_scores_that_are_kept_are_the_users_to_leave_to_torch():
@@ -509,7 +509,7 @@ def test_a_range_test_is_charged_and_a_higher_rate_makes_a_tuned_plan(scale):
     assert [loser.code for loser in plan.schedule.rejected] == ["setting.not_tried"] * is_tuned
     assert (plan.planning_s, plan.search_s) == (20.0, 7.5)
     assert values(plan)[:6] == values(base)[:6]
-    assert all(words in str(plan) for words in ("by its loss", "7.5 s of search"))
+    assert all(words in plan.explain() for words in ("by its loss", "7.5 s of search"))
 
 
 @pytest.mark.parametrize(

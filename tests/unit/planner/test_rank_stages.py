@@ -187,7 +187,7 @@ def test_a_peak_that_no_trace_tells_of_is_not_known():
     plan, found = choose(fast_in(compiled=3.0))
     assert (plan.compiled.value, plan.predicted.peak_bytes, found[0].peak_bytes) == (True, None, None)
     assert "unknown per rank" in plan.zero_stage.rejected[0].reason
-    assert "0 B" not in stages_text(found) + str(plan)
+    assert "0 B" not in stages_text(found) + plan.explain()
     assert "  unknown  " in stages_text(found)
 
 

@@ -58,7 +58,7 @@ def test_the_plan_says_what_is_recomputed_and_what_would_fit_without():
     plan = planned(machine(), budget=limit(0.75))
     assert plan.recompute.code == "recompute.faster"
     assert "micro-batch 32 is predicted at 1." in plan.recompute.reason
-    assert "not every_block: predicted at" in str(plan)
+    assert "not every_block: predicted at" in plan.explain()
 
 
 def test_where_nothing_else_fits_it_is_what_does():

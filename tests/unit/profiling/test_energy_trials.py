@@ -170,7 +170,7 @@ def test_watts_that_were_given_take_no_window_and_are_said_to_be_estimates(monke
     found = profiled(Metering(watts=90), objective=Objective(energy=1))
     assert {watts for trial in found.trials for watts in trial.watts} == {90.0}
     assert (found.meter.provenance, found.meter.idle_w) == (Provenance.ESTIMATED, None)
-    page = str(choose(found, found.objective, found.budget))
+    page = choose(found, found.objective, found.budget).explain()
     assert "energy: estimated (90 W, as given)" in page
 
 
@@ -183,7 +183,7 @@ def test_without_a_meter_a_weight_is_refused_or_left_out_and_the_reason_is_known
     assert found.objective == Objective()
     assert found.meter.left_out == 0.5
     assert all(trial.watts == () for trial in found.trials)
-    assert "Its weight of 0.5 in the objective was set to 0" in str(choose(found, found.objective, found.budget))
+    assert "Its weight of 0.5 in the objective was set to 0" in choose(found, found.objective, found.budget).explain()
     with raises(ValueGivenError, code="energy.no_meter", field="energy"):
         profiled(Metering(root=root, without="renormalise"), budget=Budget(energy=1.0))
     found = profiled(Metering(root=root))

@@ -98,7 +98,7 @@ def test_a_stage_that_fails_is_left_out_and_noted(monkeypatch, stage):
     assert all(trial.block_s for trial in found.trials if trial.error is None)
     plan = choose(found, found.objective, found.budget)
     assert plan.notes == found.notes
-    assert all(note.text in str(plan) for note in plan.notes)
+    assert all(note.text in plan.explain() for note in plan.notes)
 
 
 @pytest.mark.parametrize(("where", "name"), [(block_profile, "_traced"), (smoke_test, "end_of")])

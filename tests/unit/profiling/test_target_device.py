@@ -164,9 +164,9 @@ def test_a_plan_is_predicted_and_says_so():
     assert plan.baseline.step_s > plan.predicted.step_s
     assert plan.precision.value == "bf16"
     assert plan.predicted.step_s > 0
-    assert "this plan, predicted: " in str(plan)
-    assert "this plan, measured: " not in str(plan)
-    assert "x the speed on H100 SXM, predicted" in str(plan).splitlines()[0]
+    assert "this plan, predicted: " in plan.explain()
+    assert "this plan, measured: " not in plan.explain()
+    assert "x the speed on H100 SXM, predicted" in plan.explain().splitlines()[0]
     assert "not proved" in str(replace(plan, micro_batch=replace(plan.micro_batch, value=8, changed=True)))
     assert {loser.value for loser in plan.precision.rejected} >= {"fp32", "tf32"}
 
@@ -178,10 +178,10 @@ def test_batch_statistics_are_not_split():
     loss_fn = lambda m, b: nn.functional.cross_entropy(m(b[0]), b[1])  # noqa: E731
     batch = (torch.randn(8, 3, 8, 8), torch.zeros(8).long())
     plan = trimtab.plan(model, sgd(model), loss_fn, batch, device="H100 SXM")
-    assert "peak memory: traced, plus a margin of 15%" in str(plan)
+    assert "peak memory: traced, plus a margin of 15%" in plan.explain()
     assert plan.micro_batch.value == 8
     assert (plan.check.splittable, plan.check.code) == (False, "split.batch_statistics")
-    assert plan.check.reason in str(plan)
+    assert plan.check.reason in plan.explain()
 
 
 def test_a_loop_without_memory_can_be_planned(free):

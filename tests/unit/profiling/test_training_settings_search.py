@@ -177,7 +177,7 @@ def test_muon_is_kept_where_it_won_and_the_run_steps_by_it(monkeypatch):
         its, monkeypatch, PairedTrainingVerdict(True, "2x sooner", 1.5), {"optimizer"}
     )
     assert (found.optimizer.value, found.plan_kind) == ("muon", "tuned")
-    assert "2x sooner" in str(found)
+    assert "2x sooner" in found.explain()
     assert (tested, stands.optimizer.value, rival.optimizer.value) == ([], "user", "muon")
     assert rival.learning_rate_scale == stands.learning_rate_scale
     with trimtab.start(its.model, its.optimizer, found) as run:
@@ -272,7 +272,7 @@ def test_a_plan_says_what_its_own_race_found():
     assert "60 steps" in found.optimizer.reason
     assert found.optimizer.changed == (found.optimizer.value == "muon")
     assert 0 < found.search_s < found.planning_s
-    assert found.optimizer.reason in str(found)
+    assert found.optimizer.reason in found.explain()
     assert fingerprint(its.model, its.optimizer) == before
 
 
@@ -316,7 +316,7 @@ def test_a_schedule_is_raced_against_a_straight_line_by_samples_alone(monkeypatc
     assert (stands.schedule.value, rival.schedule.value) == ("warmup_cosine", "warmup_linear")
     assert found.schedule.value == ("warmup_linear" if won else "warmup_cosine")
     assert {loser.value for loser in found.schedule.rejected} >= {"warmup_cosine" if won else "warmup_linear"}
-    assert "so it was" in str(found)
+    assert "so it was" in found.explain()
     assert found.search_s > 0
     assert (found.measured, found.verified) == (stands.measured, stands.verified)  # no step became slower by it
 

@@ -148,7 +148,7 @@ def test_the_plan_of_a_loop_that_accumulates_needs_no_more_memory_unless_a_limit
     assert plan.baseline.peak_bytes == pytest.approx(own, rel=0.02)
     assert (plan.measured.peak_bytes <= 1.03 * own) or not stays
     assert any(note.code == "memory.own_peak" for note in plan.notes) is stays
-    assert "accumulating 4 batches" in str(plan)
+    assert "accumulating 4 batches" in plan.explain()
 
 
 def tanh_loop():
