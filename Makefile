@@ -15,6 +15,8 @@ SHELL := /bin/bash
 
 BIN := .venv/bin
 STAMP := .venv/installed
+# What the demo needs: the installation of the tests if it is there, otherwise the command alone.
+DEMO := $(if $(wildcard $(STAMP)),$(STAMP),.venv/installed-demo)
 IS_RECENT := import sys; sys.exit(sys.version_info < (3, 11))
 PYTEST_ARGS ?=
 WORKERS ?= 2
@@ -37,7 +39,7 @@ help: ## Show this list
 
 install: $(STAMP) ## Make .venv, or bring it up to date with pyproject.toml and constraints.txt
 
-$(STAMP): pyproject.toml constraints.txt
+.venv/bin/python:
 	@python="$(PYTHON)"; \
 	if [ -z "$$python" ]; then \
 		for candidate in python3 python3.13 python3.12 python3.11; do \
@@ -52,13 +54,18 @@ $(STAMP): pyproject.toml constraints.txt
 	fi; \
 	echo "Making .venv with $$("$$python" --version) (about a minute the first time)"; \
 	"$$python" -m venv .venv
+
+$(STAMP): pyproject.toml constraints.txt | .venv/bin/python
 	@$(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	@touch $@
 
-demo: $(STAMP) ## Compare a small ResNet on real digits with its plan; prints where the report is
+.venv/installed-demo: pyproject.toml constraints.txt | .venv/bin/python
+	@$(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check -c constraints.txt -e '.[cli]'
+	@touch $@
+
+demo: $(DEMO) ## Compare a small GPT on real text with its plan, in two minutes
 	@rm -rf runs/demo
-	@$(BIN)/trimtab compare digits_resnet --steps 150 --evaluate-every 30 --out runs/demo
-	@echo "Report: runs/demo/report.html"
+	@$(BIN)/trimtab compare words_gpt --steps 20 --out runs/demo
 
 test: $(STAMP) ## Run the tests
 	@$(if $(filter-out 0,$(WORKERS)),OMP_NUM_THREADS=1) $(BIN)/python -m pytest \

@@ -37,6 +37,9 @@ MIN_CLAIM = 8
 RANKS = ("scaling-courses",)  # records shown in full on docs/scaling.md
 CLOSE = 0.25  # relative error of step times predicted for another device
 
+GPU_RECORD = "benchmarks/results/evaluation-h200-x1.json"
+GPU_MODELS = {"gpt2-timed": "GPT-2 Small, WikiText-2", "resnet-timed": "ResNet-50, CIFAR-10"}
+
 Row = dict[str, Any]
 
 
@@ -82,7 +85,10 @@ def pages(root: Path) -> dict[Path, str]:
 
     drawn, evaluations = drawings(root), evaluation_record.records(root)
     made: dict[Path, dict[str, Any]] = {
-        root / "README.md": {"figures": _claims(comparisons)},
+        root / "README.md": {
+            "gpu": _gpu_claims(json.loads((root / GPU_RECORD).read_text(encoding="utf-8"))),
+            "figures": _claims(comparisons),
+        },
         root / "docs" / "RESULTS.md": {"figures": results_page.page(results, evaluations)},
         root / "docs" / "memory.md": {"frontier": _drawn(drawn)},
         root / "docs" / "install.md": {"figures": of("import_time")},
@@ -121,7 +127,33 @@ def _between(text: str, name: str, figures: str) -> str:
     return f"{before}{begin}\n{figures}\n{end}{after}"
 
 
-# README: one line per task and machine.
+# README: one line per model on the GPU; one line per task and machine on CPUs.
+
+
+def _gpu_claims(record: Row) -> Iterator[str]:
+    """Yield throughput before and after, and the speed-up, of the timed runs on one GPU."""
+    yield f"| {record['environment']['gpu']} | PyTorch's default fp32 | with the plan | speed (95%) | peak memory | n |"
+    yield "|---|---|---|---|---|---|"
+    goals = {goal["run"]: found for goal in record["goals"] if (found := _rate(goal.get("figure", "")))}
+    for run in record["runs"]:
+        figures = run["figures"]
+        speed = _of_plan(figures["throughput_ratio"])
+        memory = _of_plan(figures.get("peak_memory_ratio", []))
+        rate, terms = goals[run["name"]]
+        before = f"{rate / speed['mean']:,.0f} {terms}/s"
+        less = "" if memory is None else f"{100 * (1 - memory['mean']):.0f}% less"
+        model = f"[{GPU_MODELS[run['name']]}]({GPU_RECORD})"
+        yield f"| {model} | {before} | {rate:,.0f} {terms}/s | {ratio(speed)} | {less} | {speed['n']} |"
+
+
+def _rate(figure: str) -> tuple[float, str] | None:
+    """Return the rate and its terms in a goal's figure such as "465,393 tokens/s (95% ...)"."""
+    found = re.match(r"([\d,]+) (\w+)/s", figure)
+    return (float(found[1].replace(",", "")), found[2]) if found else None
+
+
+def _of_plan(rows: list[Row]) -> Any:
+    return next((row for row in rows if (row["arm"], row["against"]) == ("equivalent_plan", "reference")), None)
 
 
 def _claims(comparisons: list[Row]) -> Iterator[str]:
