@@ -32,7 +32,7 @@ from trimtab.training import loop_errors
 from trimtab.training.accumulation import WindowWeights, drop_gradients
 from trimtab.training.apply_plan import apply_plan, lay_out, require_free
 from trimtab.training.backend import Backend, UserBackend, may_retry
-from trimtab.training.batch import BY_CONTAINERS, BatchSplitting, EmptyBatch, NestedLists
+from trimtab.training.batch import BY_CONTAINERS, BatchSplitting, EmptyBatch
 from trimtab.training.batch_size_controller import BatchSizeController
 from trimtab.training.data_position import DataPosition, length_of, require_state_kept
 from trimtab.training.early_stopping import EarlyStopping
@@ -138,7 +138,6 @@ class Run:
             self._consumed.require_counted,
             None if self._control is None else self._control.micro_batch_of,
             None if self._joining is None else self._joining.keep,
-            None if on_trial else NestedLists(),  # Trials reuse one batch, so a loss always gets full copies there.
         )
         self._hooks = Hooks(
             self._retry,

@@ -27,15 +27,13 @@ from trimtab.techniques.compiled_call import noting_calls
 from trimtab.training.batch import (
     BY_CONTAINERS,
     UNKNOWN,
-    BatchContents,
     BatchSplitting,
     EmptyBatch,
-    NestedLists,
-    contents_of,
-    handed_out,
     holds_nan,
     tensors_in,
+    to_device,
     versions_of,
+    with_new_containers,
 )
 from trimtab.training.loop_errors import BACKWARD
 from trimtab.training.out_of_memory import MicroBatchLimit
@@ -82,12 +80,12 @@ class Window:
         batching: counts and splits batches.
         samples: total samples; None if unknown, in which case `rows` are equal placeholders.
         may_split: False if the batches cannot be split.
-        inner_lists: decides on copying nested lists for the loss; None always copies.
 
     Attributes:
         run: the run that made the window.
         rows: total of `rows`.
         num_micro_batches: number of micro-batches, known before the first is yielded.
+        num_padding: number of zero-weight micro-batches at the start of the window.
     """
 
     def __init__(
@@ -101,22 +99,20 @@ class Window:
         batching: BatchSplitting = BY_CONTAINERS,
         samples: int | None = None,
         may_split: bool = True,
-        inner_lists: NestedLists | None = None,
     ) -> None:
         self.rows, self.num_batches = sum(rows), len(batches)
         self.samples, self.may_split = samples, may_split
-        self._batching, self._inner_lists = batching, inner_lists
-        self._contents: tuple[BatchContents | None, ...] = (None,) * len(batches)
+        self._batching = batching
         self._versions: tuple[tuple[int, ...], ...] | None = None
         self.run, self._device = run, device
         self._batches, self._batch_size = tuple(batches), tuple(rows)
         self._micro_batches = tuple(micro_batches)
         self._used = False
-        self._padding, self._num_padding = None, 0
+        self._padding, self.num_padding = None, 0
         self.num_micro_batches = self._count()
 
     def _count(self) -> int:
-        count = self._num_padding
+        count = self.num_padding
         for rows, micro in zip(self._batch_size, self._micro_batches, strict=True):
             count += -(-rows // micro)
         return count
@@ -142,8 +138,7 @@ class Window:
 
     def note_versions(self) -> None:
         """Record the version counters of the batch tensors, to detect in-place changes by the loss."""
-        contents = tuple(map(contents_of, self._batches))
-        self._contents, self._versions = contents, tuple([each.versions() for each in contents])
+        self._versions = tuple(map(versions_of, self._batches))
 
     @property
     def repeat_refusal(self) -> str:
@@ -162,13 +157,8 @@ class Window:
 
     def pad(self, micro_batch: Any, num: int) -> None:
         """Prepend `num` zero-weight micro-batches, so that this rank takes part in other ranks' collectives."""
-        self._padding, self._num_padding = micro_batch, num
+        self._padding, self.num_padding = micro_batch, num
         self.num_micro_batches = self._count()
-
-    @property
-    def num_padding(self) -> int:
-        """Number of zero-weight micro-batches at the start of the window."""
-        return self._num_padding
 
     def match(self, num: int) -> None:
         """Pad the window to `num` micro-batches, the largest number on any rank."""
@@ -189,27 +179,22 @@ class Window:
             )
         self.run.open_window(self)
         self._used = True
-        left, inner = self.num_micro_batches, self._inner_lists
-        for _ in range(self._num_padding):
+        left = self.num_micro_batches
+        for _ in range(self.num_padding):
             left -= 1
             self.run.begin_micro_batch(self, 0, of_next=False, last=left == 0)
-            yield handed_out(self._padding, self._device)
+            yield to_device(with_new_containers(self._padding), self._device)
             self.run.end_micro_batch(self)
-        if inner is not None and inner.is_used:  # The loss raised in an earlier window.
-            inner.dropped()
-        sizes = zip(self._batch_size, self._micro_batches, strict=True)
-        for batch, contents, (rows, micro_batch) in zip(self._batches, self._contents, sizes, strict=True):
+        for batch, rows, micro_batch in zip(self._batches, self._batch_size, self._micro_batches, strict=True):
             parts: Iterable[tuple[Any, int]] = ((batch, rows),)
             if rows > micro_batch:
                 parts = self._batching.slices(batch, rows, micro_batch, is_read=self.may_split)
             of_next = True
-            for micro, micro_batch_samples in parts:
+            for micro, samples in parts:
                 left -= 1
-                self.run.begin_micro_batch(self, micro_batch_samples, of_next=of_next, last=left == 0)
-                yield handed_out(micro, self._device, inner, contents if micro is batch else None)
+                self.run.begin_micro_batch(self, samples, of_next=of_next, last=left == 0)
+                yield to_device(with_new_containers(micro), self._device)
                 self.run.end_micro_batch(self)
-                if inner is not None and inner.is_used:
-                    inner.returned()
                 of_next = False
 
 
@@ -225,7 +210,6 @@ class WindowMaker:
         require_counted: raises `BatchError` if the number of samples is needed; called if it is None.
         adapt: returns the micro-batch for `(samples, planned micro-batch, number of batches)`; None keeps the plan's.
         keep: receives the first batch of a window, its samples and its micro-batch; None without several ranks.
-        inner_lists: decides on copying nested lists for the loss; None always copies.
     """
 
     def __init__(
@@ -238,11 +222,9 @@ class WindowMaker:
         require_counted: Callable[[int | None, str], None],
         adapt: Callable[[int, int, int], int] | None,
         keep: Callable[[Any, int, int], None] | None,
-        inner_lists: NestedLists | None,
     ) -> None:
         self._run, self._plan, self._device, self._batching = run, plan, device, batching
         self._limit, self._require_counted, self._adapt, self._keep = limit, require_counted, adapt, keep
-        self._inner_lists = inner_lists
         self._has_warned, self._is_first = False, True
         self._planned: dict[int, int] = {}  # Planned micro-batch by samples of a loader batch.
 
@@ -280,7 +262,6 @@ class WindowMaker:
             batching=self._batching,
             samples=samples,
             may_split=may_split,
-            inner_lists=self._inner_lists,
         )
 
     def keep(self, batch: Any) -> None:
