@@ -41,7 +41,7 @@ from trimtab.training.loop_warnings import LeftoverGradientChanges, UnequalBatch
 from trimtab.training.nonfinite import Cause, NonFinitePolicy
 from trimtab.training.rank_sync import RankShare, RankSync, RankWeights, UnevenInputs
 from trimtab.training.split_conditions import for_model
-from trimtab.training.step_recorder import PendingStep, StepRecorder
+from trimtab.training.step_recorder import StepRecorder
 from trimtab.training.training_progress import TrainingProgress
 from trimtab.training.user_hooks import HookChecks
 from trimtab.training.window import AgreedWindow, OpenWindow, Window, WindowIterator, WindowMaker, unshared
@@ -493,9 +493,17 @@ class Run:
         if not applied:
             self._precision.keep_scale(where=self._voids.is_no_overflow(self.loss))
         if self.recorder is not None:
-            noise = None if self.noise is None else self.noise.scale
-            rate = applied_rate(self.stepped_by, factor)
-            self.recorder.step(PendingStep.of(outcome, self.loss, rate, self.loss_scale, noise))
+            self.recorder.step(
+                samples=agreed.samples,
+                terms=agreed.terms,
+                loss=self.loss,
+                learning_rate=applied_rate(self.stepped_by, factor),
+                applied=applied,
+                grad_norm=self.grad_norm,
+                loss_scale=self.loss_scale,
+                num_micro_batches=window.num_micro_batches,
+                noise_scale=None if self.noise is None else self.noise.scale,
+            )
         self._open.reset()
         self._weights.close()
         if agreed.reason is not None:

@@ -99,7 +99,7 @@ def read_sample_count(batch: Any) -> SampleCount:
 def quick_samples(batch: Any) -> int:
     """Return the number of samples of a tuple, list or mapping of dense tensors of equal length; else 0.
 
-    Mappings in a mapping, and a single mapping in a tuple, may hold the tensors; several in a sequence could be samples.
+    Mappings in a mapping, and a single mapping in a tuple, may hold them; several in a sequence could be samples.
     """
     kind, most_mappings = type(batch), 0
     if kind is dict or isinstance(batch, Mapping):

@@ -6,64 +6,19 @@ import contextlib
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor
-
-from trimtab.core import validation
 from trimtab.core.energy_reading import Energy
 from trimtab.core.errors import SaveError, ValueGivenError
 from trimtab.core.record import End, Evaluation, Event, RecordWriter, StepRecord
-from trimtab.core.stateful import Load, Stateful, require_keys
+from trimtab.core.stateful import Load, Stateful, checked_state
 from trimtab.core.stopping_rule import StopReason
 from trimtab.energy.energy_meter import EnergyClock
-from trimtab.training.hooks import Outcome
 
-Scalar = Tensor | float | int
 _FLUSH_STEPS = 50
-# Seconds between energy events; long compared with the work queued on a device.
-_ENERGY_S = 10.0
-
-
-@dataclass(frozen=True)
-class PendingStep:
-    """One window, with scalars still on the device; fields as in `StepRecord`."""
-
-    rows: int | None
-    num_micro_batches: int
-    terms: Scalar
-    loss: Scalar
-    rate: Scalar | None
-    applied: bool
-    grad_norm: Scalar | None = None
-    loss_scale: float | None = None
-    noise_scale: float | None = None
-
-    @classmethod
-    def of(
-        cls, outcome: Outcome, loss: Tensor, rate: Scalar | None, loss_scale: float | None, noise_scale: float | None
-    ) -> PendingStep:
-        """Return the record of a finished window."""
-        agreed, k = outcome.agreed, outcome.window.num_micro_batches
-        applied, norm = outcome.applied, outcome.grad_norm
-        return cls(agreed.samples, k, agreed.terms, loss, rate, applied, norm, loss_scale, noise_scale)
-
-    def read(self, index: int, wall_s: float) -> StepRecord:
-        """Return the record. Synchronises."""
-        return StepRecord(
-            index,
-            self.rows,
-            float(self.terms),
-            float(self.loss),
-            None if self.rate is None else float(self.rate),
-            wall_s,
-            self.applied,
-            None if self.grad_norm is None else float(self.grad_norm),
-            self.loss_scale,
-            self.num_micro_batches,
-            self.noise_scale,
-        )
+_ENERGY_S = 10.0  # Seconds between energy events; long compared with the work queued on a device.
+_SCALARS = ("terms", "loss", "learning_rate", "grad_norm")  # Fields that may be on the device.
+_Line = tuple[dict[str, Any], float] | Event | Evaluation
 
 
 class StepRecorder(Stateful):
@@ -92,13 +47,21 @@ class StepRecorder(Stateful):
                 code="record.not_writer",
             )
         self._writer = writer
-        self._pending: deque[tuple[PendingStep, float] | Event | Evaluation] = deque()
+        self._pending: deque[_Line] = deque()
         self._index = self._num_pending = 0
         self._train_s, self._last = 0.0, time.perf_counter()
         self._energy, self._energy_from = energy, 0
         self._is_refused = False
         if energy is not None:
-            _checked(energy).start()
+            if not isinstance(energy, EnergyClock):
+                raise ValueGivenError(
+                    "energy",
+                    got=f"a {type(energy).__name__}",
+                    expected="a trimtab.energy.energy_meter.EnergyClock",
+                    hint="Pass energy=EnergyClock(meter).",
+                    code="energy.not_clock",
+                )
+            energy.start()
 
     def require_own(self) -> None:
         """Raise `FormatError` if a new run would overwrite a file that does not belong to it."""
@@ -108,10 +71,10 @@ class StepRecorder(Stateful):
         """Leave an unfinished file unchanged at close, after the run was refused."""
         self._is_refused = self._writer.is_open_ended
 
-    def step(self, step: PendingStep) -> None:
-        """Record one window."""
+    def step(self, **values: Any) -> None:
+        """Record one window: the fields of `StepRecord` but its index and time. Scalars may be on the device."""
         now = time.perf_counter()
-        self._pending.append((step, now - self._last))
+        self._pending.append((values, now - self._last))
         self._train_s, self._last = self._train_s + now - self._last, now
         self._num_pending += 1
         if self._energy is not None:
@@ -165,14 +128,12 @@ class StepRecorder(Stateful):
         Raises:
             FormatError: the state is invalid; or, from the returned function, the record is another file or too short.
         """
-        require_keys("state.record", state, ("index", "train_s", "end"))
-        index, end = (validation.integer(f"state.record.{name}", state[name], low=0) for name in ("index", "end"))
-        train_s = validation.number("state.record.train_s", state["train_s"], low=0)
+        found = checked_state("state.record", state, integers=("index", "end"), numbers=("train_s",))
 
         def load() -> None:
-            self._writer.keep(end)
-            self._index = self._energy_from = index
-            self._train_s = train_s
+            self._writer.keep(found["end"])
+            self._index = self._energy_from = found["index"]
+            self._train_s = found["train_s"]
             self._leave_out()
             self._pending.clear()
             self._num_pending = 0
@@ -190,15 +151,13 @@ class StepRecorder(Stateful):
 
     def _hand_over(self) -> None:
         while self._pending:
-            self._write(self._pending.popleft())
-
-    def _write(self, line: tuple[PendingStep, float] | Event | Evaluation) -> None:
-        if not isinstance(line, tuple):
+            line = self._pending.popleft()
+            if isinstance(line, tuple):
+                values, wall_s = line
+                read = values | {name: float(values[name]) for name in _SCALARS if values.get(name) is not None}
+                line = StepRecord(index=self._index, wall_s=wall_s, **read)
+                self._index, self._num_pending = self._index + 1, self._num_pending - 1
             self._writer.write(line)
-            return
-        step, wall_s = line
-        index, self._index, self._num_pending = self._index, self._index + 1, self._num_pending - 1
-        self._writer.write(step.read(index, wall_s))
 
     def close(self, reason: StopReason | None = None, error: BaseException | None = None) -> None:
         """Write pending lines and the reason of the run's end; the writer stays open for its owner.
@@ -221,18 +180,6 @@ class StepRecorder(Stateful):
             self._writer.write(End("closed" if reason is None else reason.value, detail))
         with self._failing():
             self._writer.flush()
-
-
-def _checked(energy: EnergyClock) -> EnergyClock:
-    if not isinstance(energy, EnergyClock):
-        raise ValueGivenError(
-            "energy",
-            got=f"a {type(energy).__name__}",
-            expected="a trimtab.energy.energy_meter.EnergyClock",
-            hint="Pass energy=EnergyClock(meter).",
-            code="energy.not_clock",
-        )
-    return energy
 
 
 def _joules(energy: Energy) -> dict[str, Any]:
