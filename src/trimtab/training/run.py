@@ -597,9 +597,8 @@ class Run:
             self._undo.__exit__(type(error) if error else None, error, None)
 
     def _end_record(self, error: BaseException | None) -> None:
-        for each in (self._retry.account(), None if self._control is None else self._control.close()):
-            if each is not None:
-                self.note("account", each)
+        if self._control is not None and (overhead := self._control.close()) is not None:
+            self.note("account", overhead)
         if self.recorder is not None:
             self.recorder.close(self.stop_reason, error)
 
