@@ -72,11 +72,9 @@ class RateFollower(Stateful):
         return {"linear": ratio, "sqrt": math.sqrt(ratio), "none": 1.0}[self.rule]
 
     def state_dict(self) -> dict[str, float]:
-        """Return the level of the ramp."""
         return {"level": self._level}
 
     def loading(self, state: Mapping[str, float]) -> Load:
-        """Return a function that restores a `state_dict()`; `FormatError` or `ValueGivenError` if it is invalid."""
         require_keys("state.rate", state, ("level",))
         level = validation.number("state.rate.level", state["level"], low=0, open_low=True)
         return lambda: vars(self).update(_level=level, _settled=None)

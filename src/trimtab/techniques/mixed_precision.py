@@ -178,16 +178,10 @@ class MixedPrecision(Stateful):
         self.scales = False
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the precision's name and the scaler's state."""
         return {"name": self.name, "scaler": None if self._scaler is None else self._scaler.state_dict()}
 
     def loading(self, state: Mapping[str, Any]) -> Load:
-        """Return a function that restores a `state_dict()`, even if the saved run had switched from fp16.
-
-        Raises:
-            FormatError: a key is missing or unknown.
-            ValueGivenError: a value is invalid, or the state belongs to another precision.
-        """
+        """Return a function that restores a `state_dict()`, even if the saved run had switched from fp16."""
         require_keys("state.precision", state, ("name", "scaler"))
         left = self.name == "fp16" and state["name"] in WIDER
         if state["name"] != self.name and not left:

@@ -183,15 +183,9 @@ class Momentum(Stateful):
         self._buffers = [optimizer.state[p][MOMENTUM] for p in hidden_matrices(model, optimizer)]
 
     def state_dict(self) -> dict[str, list[Tensor]]:
-        """Return copies of the momentum tensors."""
         return {MOMENTUM: [buffer.clone() for buffer in self._buffers]}
 
     def loading(self, state: Mapping[str, Any]) -> Load:
-        """Return a function that restores a `state_dict()`.
-
-        Raises:
-            FormatError: the state is invalid or belongs to another model.
-        """
         require_keys("state.muon", state, (MOMENTUM,))
         given = state[MOMENTUM]
         tensors = list(given) if isinstance(given, list | tuple) else []

@@ -68,7 +68,6 @@ class WindowWeights(Stateful):
         return {"terms_per_sample": self._kept, "first": self._first}
 
     def loading(self, state: Mapping[str, Any]) -> Load:
-        """Return a function that restores a `state_dict()`; `FormatError` or `ValueGivenError` if it is invalid."""
         names = ("terms_per_sample", "first")
         require_keys("state.weights", state, names)
         for name in names:

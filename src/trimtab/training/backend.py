@@ -55,11 +55,7 @@ class Backend(Protocol):
         """Multiply the window's gradient by a factor."""
 
     def finish(self, factor: float | Tensor, clip_norm: float | None, *, wants_norm: bool = False) -> Tensor | None:
-        """Multiply the window's gradient by `factor`, then clip.
-
-        Returns:
-            Gradient norm before clipping; None if unneeded.
-        """
+        """Multiply the window's gradient by `factor`, then clip; return its norm before clipping, or None if unneeded."""
 
     def step(self, precision: MixedPrecision) -> bool:
         """Step the optimizer; return True if it stepped."""
@@ -72,10 +68,7 @@ class Backend(Protocol):
 
 
 def may_retry(backend: Backend, plan: Plan) -> bool:
-    """Return True if one rank may repeat a window by itself.
-
-    False if ranks decide jointly on the batch size, because all ranks would have to repeat the window.
-    """
+    """Return True if one rank may repeat a window by itself; False if ranks decide jointly on the batch size."""
     return backend.may_retry and (plan.batch_rule is None or backend.exchange.num_ranks == 1)
 
 
@@ -91,29 +84,20 @@ class TorchBackend:
         """Do nothing."""
 
     def backward(self, loss: Tensor) -> None:
-        """Run a micro-batch's backward pass."""
         loss.backward()
 
     def multiply(self, factor: float | Tensor) -> None:
-        """Multiply the window's gradient by a factor."""
         gradient_clipping.multiply(self.optimizer, factor)
 
     def finish(self, factor: float | Tensor, clip_norm: float | None, *, wants_norm: bool = False) -> Tensor | None:
-        """Multiply the window's gradient by `factor`, then clip.
-
-        Returns:
-            Gradient norm before clipping; None if unneeded.
-        """
         if clip_norm is None and not wants_norm and isinstance(factor, float) and factor == 1.0:
             return None
         return gradient_clipping.scale_and_clip(self.optimizer, factor, clip_norm, wants_norm=wants_norm)
 
     def step(self, precision: MixedPrecision) -> bool:
-        """Step the optimizer; return True if it stepped."""
         return precision.step(self.optimizer)
 
     def stepping(self) -> contextlib.AbstractContextManager[None]:
-        """Return a null context: the user's optimizer steps with its own parameter groups."""
         return contextlib.nullcontext()
 
 
@@ -136,24 +120,20 @@ class UserBackend(TorchBackend):
         self._used = used if used.is_needed else None
 
     def settle(self) -> None:
-        """Let DDP rebuild its buckets if needed."""
         if self._sync is not None:
             self._sync.settle(self.optimizer)
 
     def begin(self, *, last: bool) -> None:
-        """Disable gradient synchronisation for all micro-batches but the last."""
         if self._sync is not None:
             self._sync.begin(last=last)
         if self._used is not None:
             self._used.begin(last=last)
 
     def begin_backward(self, loss: Tensor) -> None:
-        """In the first windows of a sharded model, check that all ranks used the same layers."""
         if self._used is not None:
             self._used.begin_backward(loss)
 
     def backward(self, loss: Tensor) -> None:
-        """Run a micro-batch's backward pass; after the last one of a window every gradient is reduced."""
         if self._used is None:
             loss.backward()
         else:
@@ -162,14 +142,12 @@ class UserBackend(TorchBackend):
             self._sync.complete()
 
     def end(self) -> None:
-        """Enable gradient synchronisation again."""
         if self._sync is not None:
             self._sync.end()
         if self._used is not None:
             self._used.reset()
 
     def gather(self, error: BaseException | None) -> None:
-        """Leave model and optimizer unchanged; report the error to the other ranks and close the exchange."""
         if self._used is not None:
             self._used.close()
         if error is not None:

@@ -105,12 +105,8 @@ class BatchSizeController(Stateful, Hook):
     """Batch size controller of a run with an adaptive batch size.
 
     Args:
-        plan: a plan with a batch rule.
-        exchange: metadata exchange with the other ranks.
-        note: called with an event's name and values.
         weights: loss weights of the run's windows.
-        keeper: checkpoint manager, which stores decisions so that a resumed run repeats its windows; None without
-            checkpoints.
+        keeper: stores decisions, so that a resumed run repeats its windows; None without checkpoints.
 
     Raises:
         ValueGivenError: the model is under FSDP1, a batch that must be split cannot be split, or ranks have different
@@ -234,22 +230,18 @@ class BatchSizeController(Stateful, Hook):
             self._watch.open()
 
     def micro_batch_begins(self, rows: int, *, of_next: bool, last: bool) -> None:
-        """Measure the beginning of a micro-batch."""
         if self._is_watched:
             self._watch.micro_batch_begins(rows, of_next=of_next, last=last)
 
     def backward_begins(self) -> None:
-        """Measure the end of a micro-batch's forward."""
         if self._is_watched:
             self._watch.backward_begins()
 
     def backward_ends(self, rows: int, terms: Count) -> None:
-        """Measure the end of a micro-batch's backward."""
         if self._is_watched:
             self._watch.backward_ends(rows, terms)
 
     def gradient_complete(self, scale: float | Tensor) -> None:
-        """Measure the window's complete gradient."""
         if self._is_watched:
             self._watch.close(self._weights, scale)
 
@@ -313,7 +305,6 @@ class BatchSizeController(Stateful, Hook):
         self._deciding_s += time.perf_counter() - start - waited_s
 
     def window_dropped(self) -> None:
-        """Stop observing the window, after it ended or was dropped."""
         self._watch.drop()
         self._is_watched = False
 
@@ -353,11 +344,9 @@ class BatchSizeController(Stateful, Hook):
     # State of a resumed run.
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of a resumed run. Values that are still being exchanged are not included."""
         return {name: part.state_dict() for name, part in self._parts().items()}
 
     def loading(self, state: Mapping[str, Any]) -> Load:
-        """Return a function that restores a `state_dict()`; `FormatError` or `ValueGivenError` if it is invalid."""
         load_parts = loading_parts(self._parts(), state, where="state.batch")
 
         def load() -> None:

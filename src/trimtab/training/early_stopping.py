@@ -37,7 +37,6 @@ class EarlyStopping(Stateful, Hook):
         self.asked: StopReason | None = None
 
     def window_ends(self, outcome: Outcome) -> None:
-        """Take the norm of an applied window."""
         if outcome.applied:
             self.stepped(outcome.grad_norm)
 
@@ -83,7 +82,6 @@ class EarlyStopping(Stateful, Hook):
         return average | {"reason": reason, "conditions": self._conditions}
 
     def loading(self, state: Mapping[str, Any]) -> Load:
-        """Return a function that restores a `state_dict()`; errors as of `checked_state`."""
         others, where = ("pending", "reason", "conditions"), "state.stop"
         found = checked_state(where, state, integers=("seen",), numbers=("average", "weight"), others=others)
         if state["reason"] is not None:

@@ -78,33 +78,34 @@ class Hook:
         """Act after an open window was dropped."""
 
 
-EVENTS = tuple(name for name in vars(Hook) if not name.startswith("_"))
+_Methods = tuple[Callable[..., None], ...]
 
 
 class Hooks:
     """The hooks of a run: for each event, the methods to call in order. An event without hooks costs nothing."""
 
-    window_begins: tuple[Callable[..., None], ...]
-    micro_batch_begins: tuple[Callable[..., None], ...]
-    backward_begins: tuple[Callable[..., None], ...]
-    backward_ends: tuple[Callable[..., None], ...]
-    step_begins: tuple[Callable[..., None], ...]
-    gradient_complete: tuple[Callable[..., None], ...]
-    window_ends: tuple[Callable[..., None], ...]
-    window_dropped: tuple[Callable[..., None], ...]
-
     def __init__(self, *hooks: Hook | None) -> None:
-        self._bind([hook for hook in hooks if hook is not None])
+        self._hooks = [hook for hook in hooks if hook is not None]
+        self._bind()
 
-    def _bind(self, hooks: list[Hook]) -> None:
-        self._hooks = hooks
-        for event in EVENTS:
-            default = getattr(Hook, event)
-            setattr(self, event, tuple(getattr(h, event) for h in hooks if getattr(type(h), event) is not default))
+    def _bind(self) -> None:
+        self.window_begins = self._of("window_begins")
+        self.micro_batch_begins = self._of("micro_batch_begins")
+        self.backward_begins = self._of("backward_begins")
+        self.backward_ends = self._of("backward_ends")
+        self.step_begins = self._of("step_begins")
+        self.gradient_complete = self._of("gradient_complete")
+        self.window_ends = self._of("window_ends")
+        self.window_dropped = self._of("window_dropped")
+
+    def _of(self, event: str) -> _Methods:
+        default = getattr(Hook, event)
+        return tuple(getattr(hook, event) for hook in self._hooks if getattr(type(hook), event) is not default)
 
     def remove(self, hook: Hook) -> None:
         """Remove a hook; also allowed while an event is handled."""
-        self._bind([each for each in self._hooks if each is not hook])
+        self._hooks = [each for each in self._hooks if each is not hook]
+        self._bind()
 
 
 @dataclass(frozen=True)

@@ -48,11 +48,9 @@ class LeftoverGradientChanges(Hook):
         self._ends, self._num_backwards = ends, 0
 
     def window_begins(self, window: Window) -> None:
-        """Record the gradients."""
         self._note()
 
     def backward_begins(self) -> None:
-        """Check gradients before a micro-batch's backward."""
         if not self._has_changed():
             return
         if self._num_backwards == 0:
@@ -67,12 +65,10 @@ class LeftoverGradientChanges(Hook):
             )
 
     def backward_ends(self, rows: int, terms: Count) -> None:
-        """Record the gradients."""
         self._num_backwards += 1
         self._note()
 
     def step_begins(self, *, is_scaled: bool) -> None:
-        """Check gradients before the optimizer's step, and end the check."""
         if any(was is not None and p.grad is None for was, p in zip(self._seen, self._parameters, strict=False)):
             self._warn(
                 "Gradients were removed between run.backward(loss) and run.step(), so that the step changes nothing.",
@@ -86,11 +82,9 @@ class LeftoverGradientChanges(Hook):
         self._end()
 
     def gradient_complete(self, scale: float | Tensor) -> None:
-        """End the check, because the loop may change unscaled gradients."""
         self._end()
 
     def window_dropped(self) -> None:
-        """End the check."""
         self._end()
 
     def _end(self) -> None:

@@ -213,15 +213,10 @@ class NonFinitePolicy(Stateful):
         warnings.warn(f"Training became non-finite: {what}. {_LATE}", RuntimeWarning, stacklevel=4)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the counters and the policy in effect."""
         return {name: getattr(self, name) for name in (*_COUNTS, *_NUMBERS)} | {"policy": self._policy}
 
     def loading(self, state: Mapping[str, Any]) -> Load:
-        """Return a function that restores a `state_dict()`. A policy set for this run takes precedence.
-
-        Raises:
-            UsageError: the state is invalid.
-        """
+        """Return a function that restores a `state_dict()`. A policy set for this run takes precedence."""
         found = checked_state("state.voids", state, integers=_COUNTS, numbers=_NUMBERS, others=("policy",))
         if state["policy"] is not None:
             validation.one_of("state.voids.policy", state["policy"], POLICIES)

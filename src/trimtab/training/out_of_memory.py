@@ -110,11 +110,9 @@ class MicroBatchLimit(Stateful):
         return self.rows
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of the limit."""
         return {"rows": self.rows, "wait": self._wait, "good": self._good, "grew": self.grew}
 
     def loading(self, state: Mapping[str, Any]) -> Load:
-        """Return a function that restores a `state_dict()`; errors as of `checked_state`."""
         found = checked_state("state.memory", state, integers=("wait", "good"), others=("rows", "grew"))
         rows = None if state["rows"] is None else validation.integer("state.memory.rows", state["rows"])
 

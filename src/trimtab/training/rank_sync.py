@@ -288,13 +288,11 @@ class RankSync(Hook):
             raise reason from error
 
     def window_ends(self, outcome: Outcome) -> None:
-        """Count the window, and forget what ranks agreed on."""
         self._counted += 1
         self._first_batch = 0.0
         self.window_dropped()
 
     def window_dropped(self) -> None:
-        """Forget what ranks agreed on."""
         self._answer = self._agreed = self._on_device = None
         self._steps = self._absent = self._asked = None
         self._began = time.perf_counter()
@@ -464,7 +462,6 @@ class UnevenInputs(Hook):
             self._kept = self._at_hand
 
     def window_ends(self, outcome: Outcome) -> None:
-        """End a window of the loop."""
         self.trained(applied=outcome.applied)
 
     def trained(self, *, applied: bool) -> None:

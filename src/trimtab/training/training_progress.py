@@ -135,6 +135,5 @@ class TrainingProgress(Stateful):
         return {name: getattr(self, name) for name in (*_COUNTS, *_NUMBERS)}
 
     def loading(self, state: Mapping[str, Any]) -> Load:
-        """Return a function that restores a `state_dict()`; errors as of `checked_state`."""
         found = checked_state("state.consumed", state, integers=_COUNTS, numbers=_NUMBERS)
         return lambda: vars(self).update(found, _late=None)
