@@ -75,12 +75,8 @@ class CompiledCall:
     """A model's call, compiled at its first call, captured as a CUDA graph at a later call, or both.
 
     Random numbers are the same as without compilation, so dropout masks are unchanged. A copy of the model is not
-    compiled.
-
-    Args:
-        model: the model, changed in place.
-        saw: called before each forward, outside of the compiled code, since a new hook would cause a recompilation.
-        compiled: the plan's setting.
+    compiled. `saw` is called before each forward, outside of the compiled code, since a new hook would cause a
+    recompilation.
 
     Attributes:
         is_on: True if calls use the compiled code; False runs the original forward.

@@ -34,12 +34,7 @@ _MOST_GAPS = 2  # Largest ratio of memory to values for which a copy keeps the s
 
 
 class UncapturableModel(Exception):
-    """The model cannot be captured; the message is the reason.
-
-    Args:
-        reason: clause with the model's forward, a parameter or an output as subject.
-        code: stable identifier of the reason.
-    """
+    """The model cannot be captured, for the `reason` (a clause) with a stable `code`."""
 
     def __init__(self, reason: str, code: str) -> None:
         self.code = code
@@ -50,11 +45,7 @@ class UncapturableModel(Exception):
 
 
 class ReplayToken:
-    """Marker for a replayed forward, alive while its backward may come.
-
-    Attributes:
-        is_open: True until the backward has run.
-    """
+    """Marker for a replayed forward, alive while its backward may come; `is_open` until the backward has run."""
 
     __slots__ = ("__weakref__", "is_open")
 
@@ -66,10 +57,8 @@ class CapturedGraphs:
     """Captured forward and backward of a model for one kind of input.
 
     Args:
-        model: the model with the trained parameters.
         forward: called once during capture, on copies of the inputs.
-        args: positional inputs of this kind.
-        kwargs: keyword inputs of this kind.
+        args, kwargs: inputs of this kind.
         beside: another capture whose memory pool is shared. Neither may be replayed between the other's forward and
             backward.
 
@@ -230,8 +219,7 @@ def _reached(
 
     Args:
         outputs: leaves of the forward's output.
-        trained: parameters substituted during capture.
-        parameters: the model's own parameters.
+        trained: substitutes of the model's own `parameters` during capture.
 
     Raises:
         UncapturableModel: an output is not a tensor, no output requires a gradient, or a gradient reaches another
@@ -348,9 +336,6 @@ class ModuleState:
 
     This covers the addresses of parameters, buffers and other tensors, plain values, and items of lists, tuples, dicts
     and sets. Deeper nesting is not followed.
-
-    Attributes:
-        modules: all modules, the model first.
     """
 
     def __init__(self, model: nn.Module) -> None:

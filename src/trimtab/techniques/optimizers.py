@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import inspect
 import textwrap
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -31,11 +31,7 @@ def with_auxiliary_modules(model: nn.Module, modules: Iterable[nn.Module] = ()) 
 
 
 def modules_beside(model: nn.Module, modules: Any) -> tuple[nn.Module, ...]:
-    """Return the modules of `modules=[...]` that are not part of the model.
-
-    Raises:
-        ValueGivenError: `modules` is not an iterable of modules.
-    """
+    """Return the modules of `modules=[...]` that are not part of the model; `ValueGivenError` if not modules."""
     if not isinstance(model, nn.Module):
         return ()  # `check_ownership` raises the error for this.
     found = modules if isinstance(modules, Iterable) and not isinstance(modules, nn.Module) else None
@@ -150,7 +146,10 @@ def _needs_closure(step: Any) -> bool:
     except (OSError, TypeError, SyntaxError):  # The source is not available.
         return False
     tested = [node for node in nodes if isinstance(node, ast.Assert | ast.If | ast.IfExp) and _names(node.test)]
-    if any(isinstance(node, ast.Assert) or (isinstance(node, ast.If) and isinstance(node.body[0], ast.Raise)) for node in tested):
+    if any(
+        isinstance(node, ast.Assert) or (isinstance(node, ast.If) and isinstance(node.body[0], ast.Raise))
+        for node in tested
+    ):
         return True
     calls = [node.func for node in nodes if isinstance(node, ast.Call)]
     return not tested and any(isinstance(func, ast.Name) and func.id == "closure" for func in calls)

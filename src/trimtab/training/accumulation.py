@@ -37,10 +37,9 @@ class WindowWeights(Stateful):
         self.open(rows=1, num_micro_batches=1)
 
     def open(self, rows: int, num_micro_batches: int, num_batches: int = 1) -> None:
-        """Begin a window.
+        """Begin a window of `rows` samples.
 
         Args:
-            rows: samples in the window.
             num_micro_batches: micro-batches in the window.
             num_batches: planned number of loader batches; the window may have fewer.
         """
@@ -190,14 +189,8 @@ def or_one(count: Count) -> Count:
 def drop_gradients(optimizer: torch.optim.Optimizer, *, between_steps: bool = False) -> None:
     """Set gradients to None, like `optimizer.zero_grad(set_to_none=True)` in half the time (docs/LOG.md).
 
-    An overridden `zero_grad` is called.
-
-    Args:
-        between_steps: True at the point where a loop calls `zero_grad`. A user's own `zero_grad` that keeps gradients
-            there accumulates over steps, which is an error.
-
-    Raises:
-        OptimizerError: the user's own `zero_grad` keeps gradients between steps.
+    An overridden `zero_grad` is called. `between_steps` marks the point where a loop calls `zero_grad`: if the user's
+    own `zero_grad` keeps gradients there, steps add up, which raises `OptimizerError`.
     """
     if getattr(optimizer.zero_grad, "__func__", None) is not torch.optim.Optimizer.zero_grad:
         groups = optimizer.param_groups if between_steps else []

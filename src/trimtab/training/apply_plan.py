@@ -45,10 +45,6 @@ class CompileCheck:
     A window is the time between two optimizer steps, including the loop's own work. Pairs whose input shapes differ,
     for example because of an evaluation, are ignored. Each rank decides for itself. Uncompiled windows are not run if
     they may exceed memory, because the plan may fit only when compiled.
-
-    Args:
-        call: the compiled call of the model.
-        note: called with an event's name and values.
     """
 
     def __init__(self, call: CompiledCall, optimizer: torch.optim.Optimizer, device: torch.device, note: Note) -> None:
@@ -91,10 +87,7 @@ class CompileCheck:
             self._note("account", self._figures() | {"pays": False})
 
     def _measured(self) -> Interval | None:
-        """Return the interval of the speed ratio (uncompiled time over compiled time).
-
-        Pairs with different input shapes are skipped. None if fewer than two pairs remain.
-        """
+        """Return the interval of uncompiled over compiled time; None with fewer than two usable pairs."""
         ratios = []
         wait_for(self._stamps[-1])  # The host may be many windows ahead of the device.
         for first in range(WARM_UP + 2, WARM_UP + 2 * PAIRS, 2):
@@ -140,10 +133,7 @@ def require_free(model: nn.Module) -> None:
 
 
 def lay_out(model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan) -> contextlib.ExitStack:
-    """Apply the settings that must precede sharding, such as the memory format and the optimizer's kind.
-
-    Returns:
-        An exit stack that undoes the changes.
+    """Apply the settings that must precede sharding; return an exit stack that undoes them.
 
     Raises:
         ModelError, OptimizerError, ValueGivenError: the loop does not support a setting; nothing has changed.
@@ -192,7 +182,7 @@ def apply_plan(
     *,
     make_state: bool = False,
 ) -> contextlib.ExitStack:
-    """Apply the remaining settings of a plan in place. A failure undoes the changes made so far.
+    """Apply the remaining settings of a plan in place; return an exit stack that undoes them.
 
     Args:
         called: the model as the loop calls it (`model` or its wrapper).
@@ -200,9 +190,6 @@ def apply_plan(
         note: called with an event's name and values; None disables checks during training.
         make_state: allocate the optimizer state now, because running out of memory within the first step is
             unrecoverable.
-
-    Returns:
-        An exit stack that undoes the changes.
     """
     loop = LiveLoop(model, called, optimizer, plan, forward.note)
     with contextlib.ExitStack() as undo:

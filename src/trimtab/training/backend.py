@@ -55,7 +55,7 @@ class Backend(Protocol):
         """Multiply the window's gradient by a factor."""
 
     def finish(self, factor: float | Tensor, clip_norm: float | None, *, wants_norm: bool = False) -> Tensor | None:
-        """Multiply the window's gradient by `factor`, then clip; return its norm before clipping, or None if unneeded."""
+        """Multiply the window's gradient by `factor`, then clip; return its norm before, or None if unneeded."""
 
     def step(self, precision: MixedPrecision) -> bool:
         """Step the optimizer; return True if it stepped."""

@@ -71,10 +71,7 @@ class DataPosition(Stateful):
         """Return an iterator over an epoch's batches, or after loading a state over the rest of the interrupted epoch.
 
         An epoch that the loop left early is completed at once, before any batch is drawn, since a checkpoint may be
-        saved in between.
-
-        Raises:
-            FormatError: on the first draw, if the loader differs from the saved run's loader or has too few batches.
+        saved in between. `FormatError` on the first draw if the loader differs from the saved run's loader.
         """
         if self._saved is None:
             if self._is_open:
@@ -210,12 +207,7 @@ class DataPosition(Stateful):
             back()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return epoch, batches drawn, generator states at the start of the epoch and now, and the loader's state.
-
-        Raises:
-            ValueGivenError: the position is not recorded, because the run has no checkpoints.
-            LoopError: the run is closed.
-        """
+        """Return epoch, batches drawn, generator states at the start of the epoch and now, and the loader's state."""
         if self._is_over:
             raise LoopError(
                 "run.position.state_dict",

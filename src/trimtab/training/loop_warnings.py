@@ -35,11 +35,7 @@ class LeftoverGradientChanges(Hook):
     In the first window, gradients are compared with their recorded state before each backward and before the step. The
     warning covers gradients that were removed (`zero_grad`), that changed without `run.backward` (a `loss.backward()`
     in the loop or the loss function), and, under a loss scale, that changed before the step without `run.unscale()`
-    (clipping by hand).
-
-    Args:
-        optimizer: holds the parameters.
-        ends: called when the check is over: the first window has ended, was dropped, or its gradients are unscaled.
+    (clipping by hand). `ends` is called with this hook when the check is over.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, ends: Callable[[Hook], None]) -> None:
@@ -131,8 +127,7 @@ def warn_of_own_functions(loss: Tensor) -> None:
 def explained(error: RuntimeError) -> LossError | ModelError | None:
     """Return an error that explains a failed backward pass; None if the error is not known.
 
-    A `LossError` means that an earlier backward freed the loss's graph, a `ModelError` that a recomputation differed
-    from its forward.
+    A `LossError` means that an earlier backward freed the loss's graph, a `ModelError` that a recomputation differed.
     """
     if isinstance(error, CheckpointError):
         return ModelError(
@@ -161,10 +156,8 @@ def graph_used(error: BaseException) -> LossError | None:
 class UnequalBatches:
     """Warns once if a window joins unequal batches although the loss is not a mean over samples.
 
-    Batches are weighted by their samples, which is wrong for such a loss.
-
-    Attributes:
-        is_on: True if the plan's check found that the loss is not a mean over samples, until the warning.
+    Batches are weighted by their samples, which is wrong for such a loss. `is_on` is True if the plan's check found
+    that the loss is not a mean over samples, until the warning.
     """
 
     def __init__(self, plan: Plan) -> None:

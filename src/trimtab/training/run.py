@@ -39,7 +39,7 @@ from trimtab.training.early_stopping import EarlyStopping
 from trimtab.training.hooks import CheckpointHooks, Hooks, Outcome
 from trimtab.training.loop_warnings import LeftoverGradientChanges, UnequalBatches, explained, warn_of_own_functions
 from trimtab.training.nonfinite import Cause, NonFinitePolicy
-from trimtab.training.rank_sync import RankShare, RankSync, RankWeights, UnevenInputs
+from trimtab.training.rank_sync import RankSync, RankWeights, UnevenInputs
 from trimtab.training.split_conditions import for_model
 from trimtab.training.step_recorder import StepRecorder
 from trimtab.training.training_progress import TrainingProgress
@@ -384,10 +384,8 @@ class Run:
 
     def _tell(self, peers: RankSync) -> None:
         """Send this rank's part of the window to the other ranks, before the gradient is reduced."""
-        window, weights, limit = self._open.window, self._weights, self._retry.limit.rows
-        assert window is not None
-        stop, samples = self._stopping.asked, window.samples
-        peers.tell(RankShare(window.rows, window.num_batches, weights.terms, weights.is_sum, limit, stop, samples))
+        assert self._open.window is not None
+        peers.tell(self._open.window, self._weights, self._retry.limit.rows, self._stopping.asked)
 
     def unscale(self) -> None:
         """Unscale the window's gradients, so that the loop can inspect or change the gradients before `step`.

@@ -53,16 +53,7 @@ class WindowCallbacks(Protocol):
         """Called before the first micro-batch is yielded."""
 
     def begin_micro_batch(self, window: Window, rows: int, *, of_next: bool, last: bool) -> None:
-        """Called before a micro-batch is yielded.
-
-        Args:
-            rows: samples of the micro-batch.
-            of_next: True if it is the first micro-batch of a loader batch.
-            last: True if it is the window's last micro-batch.
-
-        Raises:
-            LoopError: the window is no longer the open window.
-        """
+        """Called before a micro-batch is yielded, with the arguments of `hooks.Hook.micro_batch_begins`."""
 
     def end_micro_batch(self, window: Window) -> None:
         """Called after the loop's body for a micro-batch. Raises `LoopError` unless the body called `backward`."""
@@ -72,17 +63,15 @@ class Window:
     """The batches of one optimizer step; iterating yields micro-batches on the model's device.
 
     Args:
-        run: receives the callbacks.
         batches: loader batches; their host copies are kept until the window ends.
         rows: samples of each batch, used as weights.
         micro_batches: samples per micro-batch, for each batch.
-        device: device of the micro-batches.
         batching: counts and splits batches.
         samples: total samples; None if unknown, in which case `rows` are equal placeholders.
         may_split: False if the batches cannot be split.
 
     Attributes:
-        run: the run that made the window.
+        run: the run that made the window, which receives the callbacks.
         rows: total of `rows`.
         num_micro_batches: number of micro-batches, known before the first is yielded.
         num_padding: number of zero-weight micro-batches at the start of the window.
@@ -202,10 +191,6 @@ class WindowMaker:
     """Makes the windows of a run.
 
     Args:
-        run: receives the callbacks of the windows.
-        plan: the plan in effect.
-        device: device of the micro-batches.
-        batching: counts and splits batches.
         limit: micro-batch size that fits.
         require_counted: raises `BatchError` if the number of samples is needed; called if it is None.
         adapt: returns the micro-batch for `(samples, planned micro-batch, number of batches)`; None keeps the plan's.
@@ -326,11 +311,7 @@ class WindowMaker:
 
 
 def unshared(batches: Iterator[Any]) -> Iterator[Any]:
-    """Yield the batches of one window, checking that the loader does not reuse their memory.
-
-    Raises:
-        BatchError: the loader overwrote the tensors of an earlier batch of the same window.
-    """
+    """Yield the batches of one window; `BatchError` if the loader overwrote an earlier batch of the same window."""
     seen: list[tuple[Tensor, int]] = []
     for batch in batches:
         held = [] if isinstance(batch, EmptyBatch) else [*filter(_is_written_noted, tensors_in(batch))]
@@ -352,12 +333,7 @@ def _is_written_noted(tensor: Tensor) -> bool:
 
 
 class WindowIterator(Iterator[Window]):
-    """Windows of one epoch.
-
-    Args:
-        windows: yields the windows. Dropping this object drops the generator, which ends the epoch, as `break` does.
-        length: returns the number of windows; raises `TypeError` if the loader has no length.
-    """
+    """Windows of one epoch. Dropping this object drops the generator, which ends the epoch, as `break` does."""
 
     def __init__(self, windows: Generator[Window, None, None], length: Callable[[], int]) -> None:
         self._windows, self._length = windows, length
@@ -369,11 +345,7 @@ class WindowIterator(Iterator[Window]):
         return next(self._windows)
 
     def __len__(self) -> int:
-        """Return the number of windows; an estimate if the number of batches per window changes.
-
-        Raises:
-            TypeError: the loader has no length.
-        """
+        """Return the number of windows, an estimate if batches per window change; `TypeError` without a length."""
         return self._length()
 
     def __bool__(self) -> bool:
@@ -509,13 +481,10 @@ class ForwardRecorder:
 
 
 def _warn_of_leftover_step(optimizer: torch.optim.Optimizer, *, is_open: bool) -> bool:
-    """Warn if the loop stepped the optimizer itself, which steps parameters twice per window.
+    """Warn if the loop stepped the optimizer itself, which steps parameters twice per window; return True if warned.
 
     Args:
         is_open: True if a window is open, so that the step bypasses the run.
-
-    Returns:
-        True if a warning was given.
     """
     if not any(p.grad is not None for group in optimizer.param_groups for p in group["params"]):
         return False  # A step without gradients changes nothing.
