@@ -152,12 +152,13 @@ class StepRecorder(Stateful):
     def _hand_over(self) -> None:
         while self._pending:
             line = self._pending.popleft()
-            if isinstance(line, tuple):
-                values, wall_s = line
-                read = values | {name: float(values[name]) for name in _SCALARS if values.get(name) is not None}
-                line = StepRecord(index=self._index, wall_s=wall_s, **read)
-                self._index, self._num_pending = self._index + 1, self._num_pending - 1
-            self._writer.write(line)
+            self._writer.write(self._read(*line) if isinstance(line, tuple) else line)
+
+    def _read(self, values: dict[str, Any], wall_s: float) -> StepRecord:
+        """Return a step's line. Synchronises."""
+        read = values | {name: float(values[name]) for name in _SCALARS if values.get(name) is not None}
+        index, self._index, self._num_pending = self._index, self._index + 1, self._num_pending - 1
+        return StepRecord(index=index, wall_s=wall_s, **read)
 
     def close(self, reason: StopReason | None = None, error: BaseException | None = None) -> None:
         """Write pending lines and the reason of the run's end; the writer stays open for its owner.
