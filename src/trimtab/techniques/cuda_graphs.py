@@ -85,8 +85,10 @@ class CapturedGraphs:
         self._stream = _stream_of(self._device)
         taken, named = tree_unflatten(copies, spec)
         with torch.cuda.device(self._device), _stood_for(model, self.parameters) as trained:
-            with _same_random_numbers(), _casting_anew(), self._recorded(self._forward):
+            torch.clear_autocast_cache()  # Casts of weights must be part of the capture.
+            with _same_random_numbers(), self._recorded(self._forward):
                 found = forward(*taken, **named)
+            torch.clear_autocast_cache()
             leaves, self._spec = tree_flatten(found)
             outputs, self._is_none = [each for each in leaves if each is not None], [each is None for each in leaves]
             self._reached = _reached(outputs, trained, self.parameters)
@@ -110,6 +112,7 @@ class CapturedGraphs:
             with torch.cuda.graph(graph, pool=self.pool, stream=self._stream, capture_error_mode="thread_local"):
                 yield
         except BaseException:
+            torch.clear_autocast_cache()
             torch.cuda.set_stream(before)
             _end(self.pool, self._stream)
             raise
@@ -276,16 +279,6 @@ def _end(pool: Any, stream: torch.cuda.Stream) -> None:
         torch._C._cuda_releasePool(torch.cuda.current_device(), pool)
     with torch.cuda.graph(torch.cuda.CUDAGraph(), stream=stream, capture_error_mode="thread_local"):
         torch.zeros(1, device=stream.device)
-
-
-@contextlib.contextmanager
-def _casting_anew() -> Iterator[None]:
-    """Clear the autocast weight cache before and after, so that weight casts are part of the capture."""
-    torch.clear_autocast_cache()
-    try:
-        yield
-    finally:
-        torch.clear_autocast_cache()
 
 
 @contextlib.contextmanager

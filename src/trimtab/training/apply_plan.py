@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
-import statistics
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -50,7 +48,6 @@ class CompileCheck:
     def __init__(self, call: CompiledCall, optimizer: torch.optim.Optimizer, device: torch.device, note: Note) -> None:
         self._call, self._device, self._note = call, device, note
         self._stamps: list[float | torch.cuda.Event] = []
-        self._host: list[float] = []
         self._work: list[tuple[torch.Size, ...]] = []
         self._gain: Interval | None = None
         self._is_decided = False
@@ -61,8 +58,7 @@ class CompileCheck:
         if self._is_decided:
             return
         event = stamp(self._device)
-        self._host.append(time.perf_counter())
-        self._stamps.append(self._host[-1] if event is None else event)
+        self._stamps.append(time.perf_counter() if event is None else event)
         self._work.append(self._call.take_shapes())
         done = len(self._stamps)
         if done == WARM_UP and not self._has_room():
@@ -97,16 +93,11 @@ class CompileCheck:
         return ratio_interval(ratios) if len(ratios) > 1 else None
 
     def _figures(self) -> dict[str, Any]:
-        """Return cost (first compilation as a fraction of run time) and gain (fraction of step time saved)."""
-        price, began = None, self._call.began
-        if began is not None and len(self._host) > 2:
-            usual = statistics.median(after - before for before, after in itertools.pairwise(self._host))
-            price = max(0.0, self._host[0] - began - usual) / (time.perf_counter() - began)
-        gain = None if self._gain is None else 1 - 1 / self._gain.mean
-        return {"technique": "compile", "price": price, "gain": gain}
+        """Return the fraction of step time saved; None if unknown."""
+        return {"technique": "compile", "gain": None if self._gain is None else 1 - 1 / self._gain.mean}
 
     def close(self) -> None:
-        """End the check and record cost and gain, when the run closes."""
+        """End the check and record the gain, when the run closes."""
         self._hook.remove()
         self._note("account", self._figures())
 

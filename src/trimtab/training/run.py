@@ -300,11 +300,7 @@ class Run:
             self._retry.split(window, failure, once=self._control is not None and self._control.ran_out())
 
     def _attempt(self, window: Window, loss_fn: LossFn, *, steps: bool) -> str | None:
-        """Run a window once.
-
-        Returns:
-            The allocator's message if memory ran out and the window can be repeated, else None.
-        """
+        """Run a window once; return the allocator's message if memory ran out and it can be repeated, else None."""
         checks = self._hook_checks
         try:
             for micro in window:
@@ -610,12 +606,11 @@ class Run:
 
     @property
     def loss_share(self) -> float | Tensor:
-        """Weight of this rank's mean loss in the mean over all ranks' samples or tokens.
+        """Weight of this rank's mean loss in the mean over all ranks' samples or tokens; 1.0 in one process.
 
-        The mean over ranks of `weight * mean loss` is the global mean.
-
-        1.0 in one process. Available after the window's last micro-batch. With several ranks, reading it waits for the
-        other ranks' metadata, as `unscale` and `step` do, but does not synchronise with the device.
+        The mean over ranks of `weight * mean loss` is the global mean. Available after the window's last micro-batch.
+        With several ranks, reading it waits for the other ranks' metadata, as `unscale` and `step` do, but does not
+        synchronise with the device.
 
         Raises:
             LoopError: no window is open, or its last micro-batch has not run.

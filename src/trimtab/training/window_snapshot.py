@@ -115,11 +115,12 @@ class WindowSnapshot:
             module, _, is_persistent = self._places[index] if index < number else (None, "", True)
             # Fused batch norms update statistics without a new version.
             is_moving = index >= number or (is_persistent and isinstance(module, _NormBase))
-            if (is_moving or buffer.nbytes < _LARGE) and can_be_written(buffer) and id(buffer) not in own:
-                # Copies must not be part of an autograd graph.
-                always.append(buffer.detach() if buffer.requires_grad else buffer)
-            elif is_persistent:
-                continue
+            if can_be_written(buffer) and id(buffer) not in own:
+                if is_moving or buffer.nbytes < _LARGE:
+                    # Copies must not be part of an autograd graph.
+                    always.append(buffer.detach() if buffer.requires_grad else buffer)
+                elif is_persistent:
+                    continue
             own.add(id(buffer))
         self._always = [torch.empty_like(each) for each in always], always
         self._buffers, self._shapes, self._own = buffers, [each.shape for each in always], own
