@@ -418,17 +418,14 @@ class GraphReplayer:
     """Calls a model, replaying CUDA graphs where possible.
 
     Args:
-        model: the model.
         forward: the eager call, which is captured.
         record: constructor of captured graphs.
 
     Attributes:
         is_on: False disables capture and replay.
         launches: number of replays.
-        refusal: reason why capture failed and is disabled; "" otherwise.
-        refusal_code: code of `refusal`, such as "graphs.synchronizes"; "" otherwise.
-        left: last known reason for an eager call since the last replay; "" otherwise.
-        left_code: code of `left`; "" otherwise.
+        refusal, refusal_code: reason why capture failed and is disabled, and its code such as "graphs.synchronizes".
+        left, left_code: last known reason for an eager call since the last replay, and its code.
     """
 
     def __init__(

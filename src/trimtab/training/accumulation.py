@@ -82,8 +82,7 @@ class WindowWeights(Stateful):
     def weigh(self, loss: Tensor, count: Count | None, rows: int) -> Tensor:
         """Return the weighted scalar loss of a micro-batch of `rows` samples, to call backward on.
 
-        Raises:
-            LossError: the window mixes means and sums, or the first token count of the run is invalid.
+        `LossError` if the window mixes means and sums, or the first token count of the run is invalid.
         """
         if self._is_sum not in (None, count is not None):
             raise LossError(

@@ -49,23 +49,16 @@ Note = Callable[[str, Mapping[str, Any]], None]
 
 
 class Cause(NamedTuple):
-    """Reason for replacing fp16.
-
-    Attributes:
-        code: stable identifier, such as "fp16.overflows".
-        reason: clause for a sentence.
-    """
+    """Reason for replacing fp16: a stable identifier, such as "fp16.overflows", and a clause for a sentence."""
 
     code: str
     reason: str
 
 
 class NonFinitePolicy(Stateful):
-    """Counts skipped steps of a run and applies the non-finite policy.
+    """Counts skipped steps of a run and applies the non-finite policy, an element of `POLICIES` (None means "warn").
 
     Args:
-        policy: an element of `POLICIES`; None means "warn".
-        note: records an event.
         is_alone: True if the loss may be checked; with several ranks a rank only knows its own loss, and ranks must
             agree.
 
@@ -99,8 +92,6 @@ class NonFinitePolicy(Stateful):
         """Return True if a window must not be applied. Reads one scalar from the device if the policy requires it.
 
         Args:
-            norm: gradient norm, or None.
-            loss: mean loss of the window.
             scaled: True if the loss scaler checks the gradients, so that only the loss is checked here.
 
         Raises:
@@ -123,8 +114,6 @@ class NonFinitePolicy(Stateful):
         """Count a finished window.
 
         Args:
-            loss: mean loss of the window.
-            applied: True if the optimizer stepped.
             has_bad_data: returns True if the data contain NaN; called if the loss is non-finite.
 
         Raises:
@@ -167,8 +156,7 @@ class NonFinitePolicy(Stateful):
     def applied(self, step: int, loss: Tensor) -> None:
         """Check the loss of the previous applied step, and keep this step's loss. On a CPU, check this step's loss.
 
-        Raises:
-            NonFiniteError: the loss is non-finite and the policy is "error".
+        `NonFiniteError` if the loss is non-finite and the policy is "error".
         """
         if loss.device.type == "meta" or (self._asked != "error" and (self._asked != "warn" or self._has_warned)):
             return
@@ -180,11 +168,7 @@ class NonFinitePolicy(Stateful):
             self._look_at(before[0], before[1].read()[0])
 
     def over(self, error: BaseException | None = None) -> None:
-        """Check the loss of the last step, unless the run ended with an error.
-
-        Raises:
-            NonFiniteError: see `applied`.
-        """
+        """Check the loss of the last step, as `applied`, unless the run ended with an error."""
         before, self._late = self._late, None
         if error is None and before is not None:
             self._look_at(before[0], before[1].read()[0])
@@ -194,13 +178,10 @@ class NonFinitePolicy(Stateful):
             self.report(f"the loss of step {step} is {loss:g}")
 
     def report(self, what: str) -> None:
-        """Warn once, or raise, because a value has become non-finite.
+        """Warn once, or raise `NonFiniteError` by the policy, because a value has become non-finite.
 
         Args:
             what: clause with the value, such as "the loss of step 3 is nan".
-
-        Raises:
-            NonFiniteError: the policy is "error" or "stop".
         """
         if self._asked == "continue" or (self._has_warned and self._asked not in ENDING):
             return

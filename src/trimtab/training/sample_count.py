@@ -46,13 +46,11 @@ class SampleCount(NamedTuple):
 class _CountAgreement(NamedTuple):
     """Agreement of a part of a batch with a number of samples.
 
-    Args:
-        fits: True if the part agrees.
+    Attributes:
         is_free: True if the part agrees with any number.
         is_ambiguous: True if there are two ways to split the part.
         firm: number of leaves that confirm the number.
         row_lists: number of lists read as one sample per item.
-        tensors: number of tensors among the leaves.
         weak: number of tensors in lists of similar items, which do not confirm the number.
         unsliceable: layouts of tensors that a split would have to slice and cannot.
     """
@@ -167,9 +165,8 @@ def set_fields(value: Any) -> list[str]:
 def leaf_samples(leaf: Any, samples: int | None = None) -> int | None:
     """Return the number of samples of a leaf; None for constants.
 
-    Args:
-        samples: number of samples of the batch. A tuple with this number of texts holds one per sample, as made by
-            `torch.utils.data.default_collate`.
+    In a batch of `samples` samples, a tuple with this number of texts holds one per sample, as made by
+    `torch.utils.data.default_collate`.
     """
     if isinstance(leaf, Tensor | np.ndarray):
         return (leaf.size(0) if isinstance(leaf, Tensor) else leaf.shape[0]) if leaf.ndim else None

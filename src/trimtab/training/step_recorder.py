@@ -83,11 +83,7 @@ class StepRecorder(Stateful):
                 self.event("energy", _joules(self._energy.lap()))
 
     def stepped(self) -> None:
-        """Write pending lines if due; called at the very end of a window.
-
-        Raises:
-            SaveError: writing failed and `on_failure` is None.
-        """
+        """Write pending lines if due, at the very end of a window; `SaveError` if writing failed without `on_failure`."""
         if self._num_pending >= _FLUSH_STEPS:
             with self._failing():
                 self.flush()
@@ -141,11 +137,7 @@ class StepRecorder(Stateful):
         return load
 
     def flush(self) -> None:
-        """Write pending lines.
-
-        Raises:
-            SaveError: the disk is full. Lines are kept, and each is written once.
-        """
+        """Write pending lines; `SaveError` if the disk is full. Lines are kept, and each is written once."""
         self._hand_over()
         self._writer.flush()
 

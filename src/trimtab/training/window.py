@@ -256,14 +256,10 @@ class WindowMaker:
             self._keep(batch, rows, rows if reason else self._limit.of(self._plan.micro_batch_of(rows)))
 
     def _sizes(self, batches: Sequence[Any]) -> tuple[list[int], bool, str]:
-        """Return the size of each batch of a window.
+        """Return the size of each batch of a window; True for placeholders; and why batches cannot be split, or "".
 
         If the number of samples of any batch is unknown, every batch gets the size of a full batch, so that batches
         have equal weight, as with `loss / k` in a plain loop.
-
-        Returns:
-            The sizes; True if they are equal placeholders for unknown sizes; the reason why the batches cannot be
-            split, or "".
         """
         readings = [self._batching.read(batch) for batch in batches]
         reason = next((reading.reason for reading in readings if not reading.is_splittable), "")
@@ -361,8 +357,6 @@ class AgreedWindow:
     """A window summed over all ranks.
 
     Args:
-        rows: samples of all ranks.
-        terms: terms of all ranks.
         num_batches: loader batches, mean over ranks.
         goes_on: True if any rank has data.
         reason: stop reason of a rank, in effect after this window; None without a stop.
