@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -16,8 +15,8 @@ from trimtab.training.metadata_exchange import MetadataExchange, SingleProcessEx
 from trimtab.training.used_parameters import ShardedParameterUse
 
 
-class Backend(Protocol):
-    """Gradient computation and optimizer steps on one or several ranks.
+class Backend:
+    """Gradient computation and optimizer steps on one or several ranks. By default, gradients are in `Parameter.grad`.
 
     Attributes:
         exchange: metadata exchange with the other ranks.
@@ -35,6 +34,7 @@ class Backend(Protocol):
 
     def spread(self, model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan) -> None:
         """Shard a model and its optimizer state in place. On an error, nothing has changed."""
+        raise NotImplementedError
 
     def settle(self) -> None:
         """Run collective preparations; called on every rank before a window is drawn."""
@@ -47,24 +47,32 @@ class Backend(Protocol):
 
     def backward(self, loss: Tensor) -> None:
         """Run a micro-batch's backward pass; the window's last backward pass also reduces the gradient."""
+        loss.backward()
 
     def end(self) -> None:
         """Reset after a window was dropped."""
 
     def multiply(self, factor: float | Tensor) -> None:
         """Multiply the window's gradient by a factor."""
+        gradient_clipping.multiply(self.optimizer, factor)
 
     def finish(self, factor: float | Tensor, clip_norm: float | None, *, wants_norm: bool = False) -> Tensor | None:
         """Multiply the window's gradient by `factor`, then clip; return its norm before, or None if unneeded."""
+        if clip_norm is None and not wants_norm and isinstance(factor, float) and factor == 1.0:
+            return None
+        return gradient_clipping.scale_and_clip(self.optimizer, factor, clip_norm, wants_norm=wants_norm)
 
     def step(self, precision: MixedPrecision) -> bool:
         """Step the optimizer; return True if it stepped."""
+        return precision.step(self.optimizer)
 
     def stepping(self) -> contextlib.AbstractContextManager[None]:
         """Return a context manager for the optimizer's step, in which the user's parameter groups are in effect."""
+        return contextlib.nullcontext()
 
     def gather(self, error: BaseException | None) -> None:
         """Undo `spread`, keeping trained weights. After an error, skip steps that need other ranks."""
+        raise NotImplementedError
 
 
 def may_retry(backend: Backend, plan: Plan) -> bool:
@@ -72,36 +80,7 @@ def may_retry(backend: Backend, plan: Plan) -> bool:
     return backend.may_retry and (plan.batch_rule is None or backend.exchange.num_ranks == 1)
 
 
-class TorchBackend:
-    """Base class of backends whose gradients are in `Parameter.grad`."""
-
-    optimizer: torch.optim.Optimizer
-
-    def settle(self) -> None:
-        """Do nothing."""
-
-    def begin_backward(self, loss: Tensor) -> None:
-        """Do nothing."""
-
-    def backward(self, loss: Tensor) -> None:
-        loss.backward()
-
-    def multiply(self, factor: float | Tensor) -> None:
-        gradient_clipping.multiply(self.optimizer, factor)
-
-    def finish(self, factor: float | Tensor, clip_norm: float | None, *, wants_norm: bool = False) -> Tensor | None:
-        if clip_norm is None and not wants_norm and isinstance(factor, float) and factor == 1.0:
-            return None
-        return gradient_clipping.scale_and_clip(self.optimizer, factor, clip_norm, wants_norm=wants_norm)
-
-    def step(self, precision: MixedPrecision) -> bool:
-        return precision.step(self.optimizer)
-
-    def stepping(self) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext()
-
-
-class UserBackend(TorchBackend):
+class UserBackend(Backend):
     """Backend for a model as the user made it: on one device, or wrapped by the user (DDP, FSDP)."""
 
     def __init__(self, exchange: MetadataExchange | None = None, *, in_step: bool = False) -> None:

@@ -83,7 +83,7 @@ class StepRecorder(Stateful):
                 self.event("energy", _joules(self._energy.lap()))
 
     def stepped(self) -> None:
-        """Write pending lines if due, at the very end of a window; `SaveError` if writing failed without `on_failure`."""
+        """Write pending lines if due, at the end of a window; `SaveError` if this failed without `on_failure`."""
         if self._num_pending >= _FLUSH_STEPS:
             with self._failing():
                 self.flush()
