@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +27,7 @@ class Backend:
         optimizer: the optimizer to step, whose groups contain all trained parameters; available after `spread`.
     """
 
-    exchange: MetadataExchange
+    exchange: Any  # A `MetadataExchange`; subclasses use further methods of theirs.
     in_step: bool
     may_retry: bool
     model: nn.Module

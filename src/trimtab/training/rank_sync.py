@@ -25,7 +25,7 @@ from trimtab.training.accumulation import WindowWeights, or_one, power_of_two
 from trimtab.training.batch import BY_CONTAINERS, BatchSplitting, checksum
 from trimtab.training.hooks import Hook, Outcome
 from trimtab.training.metadata_exchange import Gathered, MetadataExchange
-from trimtab.training.window import AgreedWindow, Window, WindowCallbacks
+from trimtab.training.window import AgreedWindow, Window
 
 # Detection of slow ranks (stragglers).
 
@@ -440,7 +440,7 @@ class UnevenInputs(Hook):
         self._wanted = self._peers.others_go_on(reason)
         return bool(self._wanted)
 
-    def window(self, loop: WindowCallbacks, device: torch.device) -> Window:
+    def window(self, run: Any, device: torch.device) -> Window:
         """Return a padding window; `BatchError` if this rank never had a batch."""
         if not self.is_able:
             raise BatchError(
@@ -450,6 +450,6 @@ class UnevenInputs(Hook):
                 hint="Give every rank at least one batch; trimtab.shard(loader) divides each batch among all ranks.",
                 code="loader.empty_on_rank",
             )
-        window = Window(loop, (), (), (), device)
+        window = Window(run, (), (), (), device)
         window.pad(self._kept, self._wanted)
         return window

@@ -720,7 +720,7 @@ class Run:
         """Warn, or raise `NonFiniteError`, by the run's policy, because a value (`what`) has become non-finite."""
         self._voids.report(what)
 
-    # Callbacks of the open window (`WindowCallbacks`).
+    # Callbacks of the open window.
 
     def open_window(self, window: Window) -> None:
         """Prepare a window; called by the window before its first micro-batch."""

@@ -14,7 +14,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -46,19 +46,6 @@ _STEPPED = (
 _FINISH = "Complete the open window with run.step(), or drop it with run.discard()."
 
 
-class WindowCallbacks(Protocol):
-    """Callbacks from a window to the run."""
-
-    def open_window(self, window: Window) -> None:
-        """Called before the first micro-batch is yielded."""
-
-    def begin_micro_batch(self, window: Window, rows: int, *, of_next: bool, last: bool) -> None:
-        """Called before a micro-batch is yielded, with the arguments of `hooks.Hook.micro_batch_begins`."""
-
-    def end_micro_batch(self, window: Window) -> None:
-        """Called after the loop's body for a micro-batch. Raises `LoopError` unless the body called `backward`."""
-
-
 class Window:
     """The batches of one optimizer step; iterating yields micro-batches on the model's device.
 
@@ -71,7 +58,7 @@ class Window:
         may_split: False if the batches cannot be split.
 
     Attributes:
-        run: the run that made the window, which receives the callbacks.
+        run: the run that made the window; its `open_window`, `begin_micro_batch` and `end_micro_batch` are called.
         rows: total of `rows`.
         num_micro_batches: number of micro-batches, known before the first is yielded.
         num_padding: number of zero-weight micro-batches at the start of the window.
@@ -79,7 +66,7 @@ class Window:
 
     def __init__(
         self,
-        run: WindowCallbacks,
+        run: Any,
         batches: Sequence[Any],
         rows: Sequence[int],
         micro_batches: Sequence[int],
@@ -199,7 +186,7 @@ class WindowMaker:
 
     def __init__(
         self,
-        run: WindowCallbacks,
+        run: Any,
         plan: Plan,
         device: torch.device,
         batching: BatchSplitting,
