@@ -156,8 +156,7 @@ def _apply(loop: LiveLoop, undo: contextlib.ExitStack, *, before_sharding: bool)
 def _steps_fused_on_cpu(optimizer: torch.optim.Optimizer) -> bool:
     """Return True if the optimizer has fused groups on the CPU.
 
-    The fused CPU kernels assume that gradients have the strides of their parameters, which gradients from
-    `autograd.grad` may not have.
+    The fused CPU kernels assume gradients with the strides of the parameters, not guaranteed by `autograd.grad`.
     """
     fused = (p for group in optimizer.param_groups if group.get("fused") for p in group["params"])
     return any(p.device.type == "cpu" for p in fused)

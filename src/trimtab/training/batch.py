@@ -59,7 +59,7 @@ def _flat(batch: Any) -> Collection[Tensor] | None:
 
 
 def _part(batch: Any, taken: Callable[[Any], Any], samples: int) -> Any:
-    """Return a batch in which `taken` was applied to each leaf that has a sample dimension."""
+    """Return a batch with `taken` applied to each leaf with a sample dimension."""
     kind = type(batch)
     if _flat(batch) is not None and (kind is not list or of_batch.quick_samples(batch)):
         items = [taken(each) if each.ndim else each for each in (batch.values() if kind is dict else batch)]
@@ -143,9 +143,9 @@ def _moved(leaf: Any, device: torch.device) -> Any:
 
 
 def with_new_containers(batch: Any) -> Any:
-    """Return the same tensors in new containers, so that a loss may remove items from its batch.
+    """Return the same tensors in new containers, so that a loss may remove items from the batch.
 
-    Immutable containers of tensors are returned as they are.
+    Immutable containers of tensors are returned unchanged.
     """
     if type(batch) is Tensor:
         return batch
@@ -312,8 +312,8 @@ def _map(
 def _rebuild_dataclass(original: Any, each: Callable[[Any], Any], *, is_part: bool) -> Any:
     """Return a copy of a dataclass instance with new field values, without calling the constructor.
 
-    Cached properties are left out. So are, in a part of the samples, tensors outside of fields, which belong to the
-    whole batch: a loss that needs such a tensor computes a new one or fails.
+    Cached properties are left out. A part of the samples also lacks tensors outside of fields, which belong to the
+    whole batch: a loss that needs the tensor computes a new tensor or fails.
     """
     made, fields, kind = copy.copy(original), set_fields(original), type(original)
     for name, value in list(getattr(made, "__dict__", {}).items()):

@@ -127,7 +127,7 @@ class DataPosition(Stateful):
             self._forget()
 
     def left(self, number: int) -> None:
-        """Record that the loop left epoch `number`, which completes the epoch unless an exception ended it."""
+        """Record that the loop left epoch `number`, and so completed the epoch unless an exception ended the loop."""
         self._is_left = self._is_open and number == self._over
 
     def stays(self) -> None:

@@ -125,9 +125,9 @@ class GradientSync:
         self._skipping.close()
 
     def settle(self, optimizer: torch.optim.Optimizer) -> None:
-        """After the first window, have DDP rebuild its buckets on every rank at the same point.
+        """After the first window, have DDP rebuild the buckets on every rank at the same point.
 
-        DDP would otherwise do so in its next forward, which ranks without data may never enter.
+        DDP would otherwise rebuild in the next forward, never entered by ranks without data.
         """
         if self._model is None or self._is_settled or not self._has_begun:
             return

@@ -1,15 +1,15 @@
 """Hooks of a run: optional parts that act at fixed points of a window. A disabled part is absent.
 
-A run calls the hooks of an event in this order, which is part of the contract between them:
+A run calls the hooks of an event in this order, a contract between the hooks:
 
-1. `OutOfMemoryRetry` takes its snapshot first, before any other hook or the loop changes state.
-2. `BatchSizeController` measures a window from its first micro-batch to its end.
-3. `LeftoverGradientChanges` compares the gradients with those that the run left.
-4. `RankSync` forgets the window only after the others have used the values agreed between ranks.
+1. `OutOfMemoryRetry` takes a snapshot first, before any hook or the loop changes state.
+2. `BatchSizeController` measures a window from the first micro-batch to the end.
+3. `LeftoverGradientChanges` compares the gradients with the gradients left by the run.
+4. `RankSync` forgets the window only after all uses of the values agreed between ranks.
 5. `EarlyStopping` may end the run.
 
-Recording, skipped steps, the growth of micro-batches and the check of the loss are part of `Run.step`, which calls them
-around `window_ends`: a record contains the window before the events that its end causes, and an error of the check
+Recording, skipped steps, the growth of micro-batches and the check of the loss are part of `Run.step`, around
+`window_ends`: a record contains the window before the events caused by the end of the window, and an error of the check
 comes last.
 """
 

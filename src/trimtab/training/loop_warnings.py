@@ -125,9 +125,9 @@ def warn_of_own_functions(loss: Tensor) -> None:
 
 
 def explained(error: RuntimeError) -> LossError | ModelError | None:
-    """Return an error that explains a failed backward pass; None if the error is not known.
+    """Return an error that explains a failed backward pass; None for unknown errors.
 
-    A `LossError` means that an earlier backward freed the loss's graph, a `ModelError` that a recomputation differed.
+    A `LossError` means a graph freed by an earlier backward, a `ModelError` a recomputation with another result.
     """
     if isinstance(error, CheckpointError):
         return ModelError(
@@ -156,8 +156,8 @@ def graph_used(error: BaseException) -> LossError | None:
 class UnequalBatches:
     """Warns once if a window joins unequal batches although the loss is not a mean over samples.
 
-    Batches are weighted by their samples, which is wrong for such a loss. `is_on` is True if the plan's check found
-    that the loss is not a mean over samples, until the warning.
+    Batches are weighted by samples, a wrong weight for a sum or a mean over tokens. `is_on` is True if the plan's check
+    found such a loss, until the warning.
     """
 
     def __init__(self, plan: Plan) -> None:

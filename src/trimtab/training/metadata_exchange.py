@@ -44,7 +44,7 @@ class MetadataExchange(Protocol):
         """Return the sum of a scalar tensor over all ranks, without synchronising with the device."""
 
     def failed(self, error: BaseException) -> BaseException:
-        """Report the error that ends this rank; return the root cause, which may be another rank's error."""
+        """Report this rank's error; return the root cause, possibly an error of another rank."""
 
     def recovered(self) -> None:
         """Withdraw a reported error from which this rank recovered."""

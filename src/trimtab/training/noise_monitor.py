@@ -255,7 +255,7 @@ class NoiseMonitor:
         return WindowMeasurements(*self._noise, self._clock.end(), tuple(self._rows), first, extra_s, windows)
 
     def nothing(self, num_micro_batches: int) -> list[float]:
-        """Return NaN for each value of a window that other ranks measure but this rank does not.
+        """Return NaN for each value of a window measured by further ranks only.
 
         Args:
             num_micro_batches: micro-batches of the window, equal on all ranks.

@@ -45,7 +45,7 @@ class StragglerDetector:
         """Add a window's time in seconds up to the reduction, of each rank.
 
         Returns:
-            A newly detected slow rank, its median time, and that of the other ranks; None without such a rank.
+            A newly detected slow rank, its median time, and the median time of all ranks but the slow rank; or None.
         """
         slowest = max(range(len(seconds)), key=seconds.__getitem__)
         others = statistics.median(each for rank, each in enumerate(seconds) if rank != slowest)
@@ -248,7 +248,7 @@ class RankSync(Hook):
         return max(each.asked for each in said)
 
     def failed(self, error: BaseException) -> None:
-        """Report this rank's error to the other ranks; raise `RankError` if an error of another rank caused it."""
+        """Report this rank's error to all ranks; raise `RankError` if an error of another rank caused the error."""
         reason = self._exchange.failed(error)
         if reason is not error:
             raise reason from error
@@ -435,7 +435,7 @@ class UnevenInputs(Hook):
         """Return True if another rank has a window although this rank has none. Waits for all ranks.
 
         Args:
-            reason: stop reason of this rank, which all ranks adopt after that window; None at the end of its data.
+            reason: stop reason of this rank, adopted by all ranks after the window; None at the end of the data.
         """
         self._wanted = self._peers.others_go_on(reason)
         return bool(self._wanted)

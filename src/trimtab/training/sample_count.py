@@ -1,9 +1,9 @@
 """Number of samples of a batch, read from its containers.
 
-A tensor or array holds one sample per index of its first dimension, a list of texts or numbers one per item. A list or
-tuple of other items has two readings: rows (one sample per item) or columns (tensors that agree on the first
-dimension). A number of samples is accepted if every leaf agrees with it under some reading, and if one leaf, or two
-lists read as rows, confirm it. Otherwise the number is unknown, and the batch is not split.
+A tensor or array holds a sample per index of the first dimension, a list of texts or numbers a sample per item. A list
+or tuple of further kinds has two readings: rows (a sample per item) or columns (tensors with equal first dimensions). A
+number of samples is accepted if every leaf agrees under some reading, and if a leaf, or two lists read as rows, confirm
+the number. Otherwise the number is unknown, and the batch is not split.
 """
 
 from __future__ import annotations

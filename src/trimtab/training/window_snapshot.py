@@ -162,7 +162,7 @@ class WindowSnapshot:
         return sum(each.nbytes for each in (*self._always[0], *states))
 
     def restore(self) -> None:
-        """Restore buffers, random generators and everything else that forwards changed."""
+        """Restore buffers, random generators and all further state changed by forwards."""
         self.restore_skipped()
         for each in self._held:
             if isinstance(each, GeneratorSnapshot):
@@ -184,9 +184,9 @@ class WindowSnapshot:
         self._restore_buffers()
 
     def _restore_buffers(self) -> None:
-        """Restore buffer values, and persistent buffers that were replaced.
+        """Restore buffer values, and persistent buffers replaced by forwards.
 
-        Caches that were created or grew are kept, since modules recreate a cache that does not fit.
+        New and enlarged caches are kept, since modules recreate a cache of another size.
         """
         known = {(id(module), name) for module, name, _ in self._places}
         for module in self._model.modules():
@@ -311,7 +311,7 @@ class OutOfMemoryRetry(Hook):
         self._is_noted = False  # True if a window's initial state is available.
 
     def begin(self, loss_fn: Callable[..., Any]) -> None:
-        """Begin a window that can be repeated as a whole, with its loss, whose state is restored too."""
+        """Begin a window with a loss. Both can be repeated as a whole."""
         self._samples_before = self.limit.rows
         self._start.loss_fn = loss_fn
         self._is_repeatable, self._is_noted = True, False
