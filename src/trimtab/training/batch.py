@@ -161,7 +161,7 @@ def _renewed(value: Any) -> Any:
         return {key: item if type(item) in _LEAVES else _renewed(item) for key, item in value.items()}
     if kind is not list and kind is not tuple:
         return _map(value, lambda leaf: leaf.copy() if type(leaf) is list else leaf)
-    kinds = set(map(type, value))
+    kinds: set[Any] = set(map(type, value))
     if kinds <= _LEAVES:
         return kind(value)
     if len(kinds) == 1 and of_batch.is_plain(value):

@@ -144,6 +144,7 @@ class DataPosition(Stateful):
 
     def _continued(self, loader: Any, saved: Mapping[str, Any]) -> Iterator[Any]:
         begin, here = (_loading(loader, saved[name], f"state.data.{name}") for name in ("begun", "here"))
+        batches: Iterator[Any]
         if saved["is_drawn"]:
             batches = iter(())
         elif saved["loader"] is not None:

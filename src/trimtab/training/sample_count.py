@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
-PLAIN = frozenset({str, bytes, bool, int, float, complex, type(None)})  # Types of most constants.
-CONSTANTS = (*PLAIN, np.generic, enum.Enum, os.PathLike, torch.dtype, torch.device)
-_LEAVES = (Tensor, np.ndarray, *CONSTANTS)
+PLAIN: frozenset[type] = frozenset({str, bytes, bool, int, float, complex, type(None)})  # Types of most constants.
+CONSTANTS: tuple[type, ...] = (*PLAIN, np.generic, enum.Enum, os.PathLike, torch.dtype, torch.device)
+_LEAVES: tuple[type, ...] = (Tensor, np.ndarray, *CONSTANTS)
 _CHANNELS, _IMAGE_DIMENSIONS = (1, 3, 4), 3
 _MOST_LEAVES = 1000  # Largest number of leaves inspected to explain an unknown number.
 
