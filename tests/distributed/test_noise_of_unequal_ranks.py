@@ -93,15 +93,15 @@ RANK = """
 PADDED = """
     from torch.distributed.fsdp import fully_shard
     from trimtab.adaptive_batch.noise_probes import OverheadBudget
-    from trimtab.training.noise_monitor import WindowMonitor
+    from trimtab.training.noise_monitor import NoiseMonitor
 
     OverheadBudget.is_due = lambda self, sparse=0: True
-    said, noise_of = [], WindowMonitor.noise_of
+    said, noise_of = [], NoiseMonitor.noise_of
     def noting(self, ranks):
         found = noise_of(self, ranks)
         said.append((len(ranks[0]), found is not None))
         return found
-    WindowMonitor.noise_of = noting
+    NoiseMonitor.noise_of = noting
     model = nn.Linear(6, 2)
     fully_shard(model)
     rule = trimtab.BatchRule("fixed", k=2, learning_rate="none")

@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from trimtab.core import validation
 from trimtab.core.errors import FormatError, ValueGivenError
 
 Load = Callable[[], None]
@@ -56,3 +57,19 @@ def require_keys(where: str, state: Any, names: Iterable[str]) -> None:
     expected = list(names)
     if not isinstance(state, Mapping) or set(state) != set(expected):
         raise FormatError(where, got=f"{state!r:.80}", expected="the keys " + ", ".join(expected))
+
+
+def checked_state(
+    where: str, state: Any, *, integers: Iterable[str] = (), numbers: Iterable[str] = (), others: Iterable[str] = ()
+) -> dict[str, Any]:
+    """Return the integers and numbers of a state, each at least 0; errors as of `loading`.
+
+    Args:
+        where: name of the state, for errors.
+        state: a mapping with exactly the keys named by the further arguments.
+        others: keys whose values the caller checks.
+    """
+    integers, numbers = tuple(integers), tuple(numbers)
+    require_keys(where, state, (*integers, *numbers, *others))
+    found = {name: validation.integer(f"{where}.{name}", state[name], low=0) for name in integers}
+    return found | {name: validation.number(f"{where}.{name}", state[name], low=0) for name in numbers}

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from trimtab.distributed.host_gather import RankExchange
 from trimtab.plans.plan import Plan
-from trimtab.training.backend import TorchBackend
+from trimtab.training.backend import Backend
 from trimtab.training.gradient_sync import GradientSync
 
 _MIB = 2**20
@@ -29,7 +29,7 @@ _WHOLE_MIB = 2**30 // _MIB
 _WHOLE_WINDOWS = 10
 
 
-class DataParallel(TorchBackend):
+class DataParallel(Backend):
     """Backend that replicates the model.
 
     Buffers are local during the run, so that a rank can repeat a step alone; rank 0's buffers are broadcast at the end.

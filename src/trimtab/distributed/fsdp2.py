@@ -18,7 +18,7 @@ from trimtab.distributed.host_gather import RankExchange
 from trimtab.measure.blocks import find_blocks
 from trimtab.planner.rank_profile import steps_shards_fused
 from trimtab.plans.plan import Plan
-from trimtab.training.backend import TorchBackend
+from trimtab.training.backend import Backend
 from trimtab.training.used_parameters import ShardedParameterUse
 
 Name = str
@@ -142,7 +142,7 @@ def send_in_bf16(model: nn.Module) -> None:
             module.set_custom_reduce_scatter(_InBf16())  # type: ignore[arg-type]  # torch's base class is private
 
 
-class FullySharded(TorchBackend):
+class FullySharded(Backend):
     """Backend with FSDP2: every rank holds a shard of every parameter, gathered while a block runs.
 
     At stage 2, parameters stay gathered from a step's first forward to the last backward; at stage 3, only while the

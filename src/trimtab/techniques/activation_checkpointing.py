@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
+from torch.nn.modules.batchnorm import _NormBase
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.checkpoint import (
@@ -45,31 +46,29 @@ _UNITS_OF_ROUNDING = 4  # Multiples of the machine epsilon of the result's dtype
 class RecomputationCheck:
     """Callable for the results of the forward and its recomputation; the second call compares them.
 
-    Args:
-        names: names of the recomputed modules, for the message.
-
     Raises:
         ModelError: the recomputation's result differs (code "recompute.differs").
     """
 
     def __init__(self, names: str) -> None:
-        self._names = names
+        self._names, self._tolerance = names, _ROUNDING
         self._first: list[Tensor] | None = None
-        self._tolerance = _ROUNDING
 
     def __call__(self, result: Any) -> None:
         # Selective checkpointing replays intercepted operators, and must not intercept those of this comparison.
         with _disable_current_modes():
-            self._compare(result)
-
-    def _compare(self, result: Any) -> None:
-        values = [_sample(leaf) for leaf in tree_leaves(result) if isinstance(leaf, Tensor) and _is_readable(leaf)]
-        if self._first is None:
-            self._first, self._tolerance = values, _tolerance(values)
-            return
-        same = len(values) == len(self._first) and all(map(self._is_close, self._first, values))
-        if not same:
-            raise _differs(self._names)
+            values = [_sample(each) for each in tree_leaves(result) if isinstance(each, Tensor) and _is_readable(each)]
+            if self._first is None:
+                self._first, self._tolerance = values, _tolerance(values)
+            elif len(values) != len(self._first) or not all(map(self._is_close, self._first, values)):
+                raise ModelError(
+                    "plan.recompute",
+                    problem=f"The recomputed forward of {self._names} returned a different result than the first "
+                    "forward.",
+                    hint="Pass values that change between calls (a random number, a counter, an iterator's item) to "
+                    f"{self._names} as arguments, or use a plan with recompute=None.",
+                    code="recompute.differs",
+                )
 
     def _is_close(self, before: Tensor, again: Tensor) -> bool:
         if before.shape != again.shape:
@@ -77,38 +76,6 @@ class RecomputationCheck:
         finite = before.isfinite() & again.isfinite()
         before, again = before.double()[finite], again.double()[finite]
         return bool((again - before).norm() <= self._tolerance * before.norm())
-
-
-def argument_changed(names: str) -> ModelError:
-    """Return the error for a forward that changes an argument in place."""
-    return ModelError(
-        "plan.recompute",
-        problem=f"The forward of {names} changes an argument in place, so that activation checkpointing would "
-        "recompute it from changed inputs.",
-        hint=f"Use out-of-place operations in {names} (relu, not relu_), or use a plan with recompute=None.",
-        code="recompute.side_effects",
-    )
-
-
-def buffer_changed(name: str) -> ModelError:
-    """Return the error for a large buffer that changes first in a later forward, when no copy was made."""
-    return ModelError(
-        "plan.recompute",
-        problem=f"The large buffer {name} of a recomputed block changed for the first time in a later forward, for "
-        "which no copy exists.",
-        hint="Repeat the step, since the next forward copies the buffer, or use a plan with recompute=None.",
-        code="recompute.side_effects",
-    )
-
-
-def _differs(names: str) -> ModelError:
-    return ModelError(
-        "plan.recompute",
-        problem=f"The recomputed forward of {names} returned a different result than the first forward.",
-        hint=f"Pass values that change between calls (a random number, a counter, an iterator's item) to {names} as "
-        "arguments, or use a plan with recompute=None.",
-        code="recompute.differs",
-    )
 
 
 def _sample(tensor: Tensor) -> Tensor:
@@ -123,12 +90,9 @@ def _is_readable(tensor: Tensor) -> bool:
 def _tolerance(values: list[Tensor]) -> float:
     """Return the relative tolerance for the dtypes of `values` and of autocast."""
     types = {value.dtype for value in values if value.is_floating_point()}
-    types |= {torch.get_autocast_dtype(kind) for kind in {value.device.type for value in values} if _casts(kind)}
+    kinds = {value.device.type for value in values}
+    types |= {torch.get_autocast_dtype(kind) for kind in kinds if torch.is_autocast_enabled(kind)}
     return max((_UNITS_OF_ROUNDING * torch.finfo(each).eps for each in types), default=0.0) + _ROUNDING
-
-
-def _casts(kind: str) -> bool:
-    return torch.is_autocast_enabled(kind)
 
 
 # Activation checkpointing of a function by torch's non-reentrant checkpointing, with the state of the first run.
@@ -153,10 +117,7 @@ def recompute_call(
     """Call a function with activation checkpointing and return its result.
 
     Args:
-        function: the function.
         forwards: the modules that the function runs.
-        args: positional arguments.
-        kwargs: keyword arguments.
         in_part: keep the results of matrix products and attention (selective checkpointing).
 
     Raises:
@@ -186,11 +147,18 @@ def recompute_call(
             for index, tensor in zip(places, given, strict=True):
                 all_leaves[index] = tensor
             again, named = tree_unflatten(all_leaves, structure)
-        versions = _versions(given)
+        versions = list(map(version_of, given))
         with _casts_each_time() if in_part else contextlib.nullcontext():
             result = function(*again, **named)
-        if is_first and _versions(given) != versions:
-            raise argument_changed(forwards.names)
+        if is_first and list(map(version_of, given)) != versions:
+            raise ModelError(
+                "plan.recompute",
+                problem=f"The forward of {forwards.names} changes an argument in place, so that activation "
+                "checkpointing would recompute it from changed inputs.",
+                hint=f"Use out-of-place operations in {forwards.names} (relu, not relu_), or use a plan with "
+                "recompute=None.",
+                code="recompute.side_effects",
+            )
         if check is not None:
             check(result)
         return result
@@ -200,10 +168,6 @@ def recompute_call(
     # A checked recomputation runs to its end; torch stops others after the last tensor needed by backward.
     with contextlib.nullcontext() if check is None else set_checkpoint_early_stop(False):
         return checkpoint(call, _of_device(forwards.modules), *tensors, use_reentrant=False, context_fn=context)
-
-
-def _versions(tensors: Sequence[Tensor]) -> list[int | None]:
-    return [version_of(tensor) for tensor in tensors]
 
 
 @contextlib.contextmanager
@@ -254,13 +218,8 @@ class _CombinedContexts:
         self._stacks.pop().__exit__(*error)
 
 
-# Names of buffers that a forward was seen to change, by module and training mode.
-_moving: weakref.WeakKeyDictionary[nn.Module, dict[bool, set[str]]] = weakref.WeakKeyDictionary()
-
-
-def _moved_by(module: nn.Module, mode: bool) -> set[str] | None:
-    """Return the names of buffers that a module changes in a training mode; None if no forward was observed."""
-    return _moving.get(module, {}).get(mode)
+# Names of buffers that a forward was seen to change.
+_moving: weakref.WeakKeyDictionary[nn.Module, set[str]] = weakref.WeakKeyDictionary()
 
 
 class _SavedBuffers:
@@ -272,37 +231,37 @@ class _SavedBuffers:
 
     @contextlib.contextmanager
     def noting(self) -> Iterator[None]:
-        """Copy small buffers and buffers that change: all buffers in the first forward, later those seen to change.
+        """Copy small buffers, batch statistics and buffers that change; all buffers in a module's first forward.
 
-        The first forward compares values and therefore synchronises, because batch statistics change without a new
-        version. Small buffers are always copied, because a layer may start to run in a later call (stochastic depth,
-        unfreezing).
+        Batch statistics change without a new version. Small buffers are always copied, because a layer may start to run
+        in a later call (stochastic depth, unfreezing).
 
         Raises:
             ModelError: a large buffer changed for the first time in a later call, so that no copy exists.
         """
-        seen = [(m, name, b, b._version) for m in self._modules for name, b in m._buffers.items() if b is not None]
-        modes = {module: module.training for module in self._modules}  # A forward may change the training mode.
-        moves = {module: _moved_by(module, mode) for module, mode in modes.items()}
-        copies = {
-            (m, name): b.clone()
-            for m, name, b, _ in seen
-            if moves[m] is None or name in moves[m] or b.nbytes <= _SMALL  # type: ignore[operator]
-        }
+        seen: list[tuple[nn.Module, str, Tensor, int, Tensor | None]] = []
+        for module in self._modules:
+            names = None if isinstance(module, _NormBase) else _moving.get(module)
+            for name, buffer in module._buffers.items():
+                if buffer is not None:
+                    is_copied = names is None or name in names or buffer.nbytes <= _SMALL
+                    seen.append((module, name, buffer, buffer._version, buffer.clone() if is_copied else None))
         yield
-        for module, names in moves.items():
-            if names is None:
-                _moving.setdefault(module, {})[modes[module]] = set()
-        for module, name, buffer, version in seen:
-            now, copy, names = module._buffers.get(name), copies.get((module, name)), moves[module]
-            moved = now is not buffer or buffer._version != version or name in (names or ())
-            if moved or (names is None and copy is not None and not _is_same(copy, buffer)):
-                _moving[module][modes[module]].add(name)
+        for module, name, buffer, version, copy in seen:
+            names, now = _moving.setdefault(module, set()), module._buffers.get(name)
+            if now is not buffer or buffer._version != version:
+                names.add(name)
                 if copy is None and now is buffer:
-                    raise buffer_changed(name)
+                    raise ModelError(
+                        "plan.recompute",
+                        problem=f"The large buffer {name} of a recomputed block changed for the first time in a later "
+                        "forward, for which no copy exists.",
+                        hint="Repeat the step, since the next forward copies the buffer, or use a plan with "
+                        "recompute=None.",
+                        code="recompute.side_effects",
+                    )
+            if copy is not None or now is not buffer:
                 self._before[module, name] = buffer if copy is None else copy
-            elif copy is not None:  # Batch statistics change without a new version.
-                self._before[module, name] = copy
 
     @contextlib.contextmanager
     def as_they_were(self) -> Iterator[None]:
@@ -315,14 +274,6 @@ class _SavedBuffers:
         finally:
             for module, buffers in found:
                 module._buffers.update(buffers)
-
-
-def _is_same(ours: Tensor, theirs: Tensor) -> bool:
-    """Return True if two tensors are equal; False for tensors without values, as in tracing."""
-    try:
-        return torch.equal(ours, theirs)
-    except RuntimeError:
-        return False
 
 
 _DEAR = {
@@ -357,14 +308,11 @@ _PLAN_AGAIN = "Make a plan for this model with trimtab.plan(...)."
 
 
 def use_schedule(model: nn.Module, blocks: Sequence[str], schedule: Schedule) -> Callable[[], None]:
-    """Recompute the activations of a model's blocks by a schedule.
+    """Recompute the activations of a model's blocks by a schedule; return a function that restores the classes.
 
     Args:
         blocks: module names in execution order; stage i of the schedule is the i-th block. Segments of several blocks
             require a chain (`measure.linked_blocks`).
-
-    Returns:
-        A function that restores the original classes.
 
     Raises:
         ModelError: the class of a block cannot be replaced, or a block of a multi-block segment has hooks, as FSDP2
@@ -378,9 +326,9 @@ def use_schedule(model: nn.Module, blocks: Sequence[str], schedule: Schedule) ->
         raise _refused("Two entries of the recomputation schedule are the same module.", "recompute.block_repeated")
     heads = [part for _, part in swaps if isinstance(part, _Head)]
     plain = [(modules[index], type(modules[index])) for index, _ in swaps]
-    hooks = (
-        [model.register_forward_pre_hook(_Begins(heads)), model.register_forward_hook(_Ends(heads))] if heads else []
-    )
+    hooks: list[Any] = []
+    if heads:
+        hooks = [model.register_forward_pre_hook(_Begins(heads)), model.register_forward_hook(_Ends(heads))]
 
     def undo() -> None:
         for hook in hooks:
@@ -403,26 +351,22 @@ def use_schedule(model: nn.Module, blocks: Sequence[str], schedule: Schedule) ->
     return undo
 
 
-class _Hook:
-    """Hook on the model's forward. A copy of the model has no segments, so a copied hook has none."""
+class _Begins:
+    """Hook before the model's forward: drops the state left by an earlier forward that raised."""
 
-    def __init__(self, heads: Sequence[_Head]) -> None:
+    def __init__(self, heads: Sequence[_Head] = ()) -> None:
         self._heads = heads
 
     def __reduce__(self) -> Any:
-        return type(self), ((),)
-
-
-class _Begins(_Hook):
-    """Before a forward: drop the state left by an earlier forward that raised."""
+        return type(self), ()  # A copy of the model has no segments.
 
     def __call__(self, *_: Any) -> None:
         for head in self._heads:
             head.forget()
 
 
-class _Ends(_Hook):
-    """After a forward: check that every block of every segment was called."""
+class _Ends(_Begins):
+    """Hook after the model's forward: checks that every block of every segment was called."""
 
     def __call__(self, *_: Any) -> None:
         if missed := [module for head in self._heads for module in head.left]:
@@ -581,7 +525,6 @@ class _Alone:
         self._forwards, self._in_part = RecomputedForwards({name: module}), in_part
 
     def run(self, module: Any, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Return the block's output."""
         return recompute_call(forward, self._forwards, args, kwargs, in_part=self._in_part)
 
 
@@ -621,7 +564,6 @@ class _Head:
         self._under: Any = None
 
     def run(self, module: Any, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Return the output of the segment's last block."""
         self.forget()
         if keeps_activations():
             return forward(*args, **kwargs)
@@ -678,7 +620,6 @@ class _Follower:
         self._head = head
 
     def run(self, module: Any, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Return the segment's output, or the block's own output if the segment did not run."""
         if self._head.made is None:
             return forward(*args, **kwargs)
         return self._head.hand_on(module, args, kwargs)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -75,17 +74,12 @@ class CompiledCall:
     """A model's call, compiled at its first call, captured as a CUDA graph at a later call, or both.
 
     Random numbers are the same as without compilation, so dropout masks are unchanged. A copy of the model is not
-    compiled.
-
-    Args:
-        model: the model, changed in place.
-        saw: called before each forward, outside of the compiled code, since a new hook would cause a recompilation.
-        compiled: the plan's setting.
+    compiled. `saw` is called before each forward, outside of the compiled code, since a new hook would cause a
+    recompilation.
 
     Attributes:
         is_on: True if calls use the compiled code; False runs the original forward.
-        began: time of the first call, in seconds of `time.perf_counter`.
-        shapes: shapes of input tensors since the last `take_shapes`; None if shapes are not collected.
+            shapes: shapes of input tensors since the last `take_shapes`; None if shapes are not collected.
         recorder: captures and replays CUDA graphs; None without graphs.
     """
 
@@ -98,14 +92,11 @@ class CompiledCall:
         self._model, self._called, self._saw = model, self.recorder or called, saw
         self.is_on = True
         self.shapes: list[torch.Size] | None = None
-        self.began: float | None = None
         model._compiled_call_impl = self
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model's forward."""
         self._saw()
-        if self.began is None:
-            self.began = time.perf_counter()
         if self.shapes is not None:
             self.shapes += [each.shape for each in tree_iter((args, kwargs)) if isinstance(each, Tensor)]
         return self._called(*args, **kwargs) if self.is_on else self._model._call_impl(*args, **kwargs)

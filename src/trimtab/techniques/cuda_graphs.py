@@ -34,12 +34,7 @@ _MOST_GAPS = 2  # Largest ratio of memory to values for which a copy keeps the s
 
 
 class UncapturableModel(Exception):
-    """The model cannot be captured; the message is the reason.
-
-    Args:
-        reason: clause with the model's forward, a parameter or an output as subject.
-        code: stable identifier of the reason.
-    """
+    """The model cannot be captured, for the `reason` (a clause) with a stable `code`."""
 
     def __init__(self, reason: str, code: str) -> None:
         self.code = code
@@ -50,11 +45,7 @@ class UncapturableModel(Exception):
 
 
 class ReplayToken:
-    """Marker for a replayed forward, alive while its backward may come.
-
-    Attributes:
-        is_open: True until the backward has run.
-    """
+    """Marker for a replayed forward, alive while its backward may come; `is_open` until the backward has run."""
 
     __slots__ = ("__weakref__", "is_open")
 
@@ -66,10 +57,8 @@ class CapturedGraphs:
     """Captured forward and backward of a model for one kind of input.
 
     Args:
-        model: the model with the trained parameters.
         forward: called once during capture, on copies of the inputs.
-        args: positional inputs of this kind.
-        kwargs: keyword inputs of this kind.
+        args, kwargs: inputs of this kind.
         beside: another capture whose memory pool is shared. Neither may be replayed between the other's forward and
             backward.
 
@@ -96,8 +85,10 @@ class CapturedGraphs:
         self._stream = _stream_of(self._device)
         taken, named = tree_unflatten(copies, spec)
         with torch.cuda.device(self._device), _stood_for(model, self.parameters) as trained:
-            with _same_random_numbers(), _casting_anew(), self._recorded(self._forward):
+            torch.clear_autocast_cache()  # Casts of weights must be part of the capture.
+            with _same_random_numbers(), self._recorded(self._forward):
                 found = forward(*taken, **named)
+            torch.clear_autocast_cache()
             leaves, self._spec = tree_flatten(found)
             outputs, self._is_none = [each for each in leaves if each is not None], [each is None for each in leaves]
             self._reached = _reached(outputs, trained, self.parameters)
@@ -121,6 +112,7 @@ class CapturedGraphs:
             with torch.cuda.graph(graph, pool=self.pool, stream=self._stream, capture_error_mode="thread_local"):
                 yield
         except BaseException:
+            torch.clear_autocast_cache()
             torch.cuda.set_stream(before)
             _end(self.pool, self._stream)
             raise
@@ -230,8 +222,7 @@ def _reached(
 
     Args:
         outputs: leaves of the forward's output.
-        trained: parameters substituted during capture.
-        parameters: the model's own parameters.
+        trained: substitutes of the model's own `parameters` during capture.
 
     Raises:
         UncapturableModel: an output is not a tensor, no output requires a gradient, or a gradient reaches another
@@ -291,16 +282,6 @@ def _end(pool: Any, stream: torch.cuda.Stream) -> None:
 
 
 @contextlib.contextmanager
-def _casting_anew() -> Iterator[None]:
-    """Clear the autocast weight cache before and after, so that weight casts are part of the capture."""
-    torch.clear_autocast_cache()
-    try:
-        yield
-    finally:
-        torch.clear_autocast_cache()
-
-
-@contextlib.contextmanager
 def _same_random_numbers() -> Iterator[None]:
     """Raise `UncapturableModel` if the block draws random numbers on the host, which a replay would not draw again."""
     before = _host_states()
@@ -348,9 +329,6 @@ class ModuleState:
 
     This covers the addresses of parameters, buffers and other tensors, plain values, and items of lists, tuples, dicts
     and sets. Deeper nesting is not followed.
-
-    Attributes:
-        modules: all modules, the model first.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -440,17 +418,14 @@ class GraphReplayer:
     """Calls a model, replaying CUDA graphs where possible.
 
     Args:
-        model: the model.
         forward: the eager call, which is captured.
         record: constructor of captured graphs.
 
     Attributes:
         is_on: False disables capture and replay.
         launches: number of replays.
-        refusal: reason why capture failed and is disabled; "" otherwise.
-        refusal_code: code of `refusal`, such as "graphs.synchronizes"; "" otherwise.
-        left: last known reason for an eager call since the last replay; "" otherwise.
-        left_code: code of `left`; "" otherwise.
+        refusal, refusal_code: reason why capture failed and is disabled, and its code such as "graphs.synchronizes".
+        left, left_code: last known reason for an eager call since the last replay, and its code.
     """
 
     def __init__(

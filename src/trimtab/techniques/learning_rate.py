@@ -72,41 +72,23 @@ class RateFollower(Stateful):
         return {"linear": ratio, "sqrt": math.sqrt(ratio), "none": 1.0}[self.rule]
 
     def state_dict(self) -> dict[str, float]:
-        """Return the level of the ramp."""
         return {"level": self._level}
 
     def loading(self, state: Mapping[str, float]) -> Load:
-        """Return a function that restores a `state_dict()`.
-
-        Raises:
-            FormatError: a key is missing or unknown.
-            ValueGivenError: a value is invalid.
-        """
         require_keys("state.rate", state, ("level",))
         level = validation.number("state.rate.level", state["level"], low=0, open_low=True)
-
-        def load() -> None:
-            self._level, self._settled = level, None
-
-        return load
+        return lambda: vars(self).update(_level=level, _settled=None)
 
 
-def scaled_rates(optimizer: torch.optim.Optimizer, factor: float) -> contextlib.AbstractContextManager[None]:
+@contextlib.contextmanager
+def scaled_rates(optimizer: torch.optim.Optimizer, factor: float) -> Iterator[None]:
     """Multiply every group's learning rate within the block, and restore the user's values afterwards.
 
     If the factor remained, a scheduler that reads the learning rate back would compound it.
     """
-    return contextlib.nullcontext() if factor == 1.0 else _multiplied(optimizer, factor)
-
-
-_CHANGED = (
-    "A learning rate was changed within optimizer.step(), for which the plan scales it, so the change was undone. Call "
-    "scheduler.step() after run.step() or run.train_step(), not in a hook of the optimizer."
-)
-
-
-@contextlib.contextmanager
-def _multiplied(optimizer: torch.optim.Optimizer, factor: float) -> Iterator[None]:
+    if factor == 1.0:
+        yield
+        return
     before = [group["lr"] for group in optimizer.param_groups]
     multiplied = [None if rate is None else rate * factor for rate in before]
     try:
@@ -119,4 +101,8 @@ def _multiplied(optimizer: torch.optim.Optimizer, factor: float) -> Iterator[Non
         for group, rate in zip(groups, before, strict=False):
             group["lr"] = rate
         if any(changed):
-            warnings.warn(_CHANGED, stacklevel=2)
+            warnings.warn(
+                "A learning rate was changed within optimizer.step(), for which the plan scales it, so the change was "
+                "undone. Call scheduler.step() after run.step() or run.train_step(), not in a hook of the optimizer.",
+                stacklevel=2,
+            )

@@ -90,11 +90,7 @@ def align_state(optimizer: torch.optim.Optimizer) -> None:
 
 
 def align_gradients(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    """Give gradients of a fused step the strides of their parameters. Gradients made by the user's loop may differ.
-
-    Raises:
-        OptimizerError: a gradient is sparse.
-    """
+    """Give gradients of a fused step the strides of their parameters; `OptimizerError` if a gradient is sparse."""
     for group in optimizer.param_groups:
         for parameter in group["params"] if group.get("fused") else ():
             grad = parameter.grad

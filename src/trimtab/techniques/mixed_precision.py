@@ -22,11 +22,7 @@ Undo = Callable[[], None]
 
 
 class SharedMode:
-    """Reference-counted flag for several concurrent runs, released in any order.
-
-    Args:
-        apply: sets the flag, even if already set; returns a function that restores the previous value.
-    """
+    """Reference-counted flag for concurrent runs, released in any order; `apply` sets it and returns its undo."""
 
     def __init__(self, apply: Callable[[], Undo]) -> None:
         self._apply = apply
@@ -102,14 +98,7 @@ def fp16_replacement(device: torch.device) -> str:
 
 
 class MixedPrecision(Stateful):
-    """Precision of a run: autocast, and torch's dynamic loss scaler for fp16.
-
-    Attributes:
-        scales: True if a loss scale is used.
-
-    Raises:
-        ValueGivenError: the device does not support the precision.
-    """
+    """Precision of a run: autocast, and for fp16 torch's dynamic loss scaler, which `scales` the loss."""
 
     def __init__(self, name: str, device: torch.device) -> None:
         check_available(name, device)
@@ -156,11 +145,7 @@ class MixedPrecision(Stateful):
         return self._scale >= self._before
 
     def keep_scale(self, *, where: bool) -> None:
-        """Restore the loss scale from before the last step.
-
-        Args:
-            where: False does nothing; True if the skipped step was not caused by the loss scale.
-        """
+        """Restore the loss scale from before the last step `where` the loss scale did not cause the skip."""
         if where and self._scaler is not None:
             self._scaler.update(self._before)
             self._scale = self._before
@@ -178,16 +163,10 @@ class MixedPrecision(Stateful):
         self.scales = False
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the precision's name and the scaler's state."""
         return {"name": self.name, "scaler": None if self._scaler is None else self._scaler.state_dict()}
 
     def loading(self, state: Mapping[str, Any]) -> Load:
-        """Return a function that restores a `state_dict()`, even if the saved run had switched from fp16.
-
-        Raises:
-            FormatError: a key is missing or unknown.
-            ValueGivenError: a value is invalid, or the state belongs to another precision.
-        """
+        """Return a function that restores a `state_dict()`, even if the saved run had switched from fp16."""
         require_keys("state.precision", state, ("name", "scaler"))
         left = self.name == "fp16" and state["name"] in WIDER
         if state["name"] != self.name and not left:

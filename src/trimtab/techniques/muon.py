@@ -78,11 +78,7 @@ def use_muon(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[],
 
     The momentum is kept in the optimizer's state, but is left out of `optimizer.state_dict()`, which stays loadable
     into AdamW; AdamW then starts new moments for these matrices. The state of the run contains the momentum. Once Muon
-    has stepped, AdamW's former moments of these matrices are lost.
-
-    Raises:
-        OptimizerError: see `hidden_matrices`; nothing was changed.
-        ModelError: see `hidden_matrices`; nothing was changed.
+    has stepped, AdamW's former moments of these matrices are lost. Errors as of `hidden_matrices`.
     """
     matrices = hidden_matrices(model, optimizer)
     require_muon(matrices)
@@ -183,15 +179,9 @@ class Momentum(Stateful):
         self._buffers = [optimizer.state[p][MOMENTUM] for p in hidden_matrices(model, optimizer)]
 
     def state_dict(self) -> dict[str, list[Tensor]]:
-        """Return copies of the momentum tensors."""
         return {MOMENTUM: [buffer.clone() for buffer in self._buffers]}
 
     def loading(self, state: Mapping[str, Any]) -> Load:
-        """Return a function that restores a `state_dict()`.
-
-        Raises:
-            FormatError: the state is invalid or belongs to another model.
-        """
         require_keys("state.muon", state, (MOMENTUM,))
         given = state[MOMENTUM]
         tensors = list(given) if isinstance(given, list | tuple) else []

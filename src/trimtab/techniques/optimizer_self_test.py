@@ -7,7 +7,7 @@ options of the group.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -22,9 +22,7 @@ _MUON_APART = 0.5
 _RATE = 0.25  # Relative to the parameter's size, so that each step is far above rounding.
 _NOT_OPTIONS = ("params", "lr", "initial_lr", "fused", "foreach", "capturable")
 _MUON = {"momentum": 0.95, "nesterov": True, "adjust_lr_fn": "match_rms_adamw"}
-
-Class = type[torch.optim.Optimizer]
-Key = tuple[Any, ...]
+_results: dict[tuple[Any, ...], str] = {}
 
 
 def fused_difference(optimizer: torch.optim.Optimizer) -> str:
@@ -34,23 +32,28 @@ def fused_difference(optimizer: torch.optim.Optimizer) -> str:
     """
     for group in optimizer.param_groups:
         options = {name: value for name, value in group.items() if name not in _NOT_OPTIONS}
-        test = _SelfTest(type(optimizer), options, _samples(group["params"]), _rate_dtype(group))
-        if found := test.found(_fused_difference):
+        rate_dtype = group["lr"].dtype if isinstance(group["lr"], Tensor) else None
+        if found := _SelfTest(type(optimizer), options, group["params"], rate_dtype).found(_fused_difference):
             return found
     return ""
 
 
 def muon_difference(matrices: Iterable[Tensor]) -> str:
     """Return the difference between Muon's step in the matrices' dtype and in double precision, or "" if none."""
-    return _SelfTest(torch.optim.Muon, _MUON, _samples(matrices), None).found(_muon_difference)
+    return _SelfTest(torch.optim.Muon, _MUON, matrices, None).found(_muon_difference)
 
 
 class _SelfTest:
     """Copies of parameters, one per kind, and the options of their group."""
 
     def __init__(
-        self, cls: Class, options: Mapping[str, Any], samples: Mapping[Key, Tensor], rate_dtype: torch.dtype | None
+        self,
+        cls: type[torch.optim.Optimizer],
+        options: Mapping[str, Any],
+        parameters: Iterable[Tensor],
+        rate_dtype: torch.dtype | None,
     ) -> None:
+        samples = {_kind(local): local for local in map(_local, parameters) if local.requires_grad}
         self.cls, self.options, self.parameters, self.rate_dtype = cls, options, tuple(samples.values()), rate_dtype
         self._key = cls, tuple(sorted((n, repr(v)) for n, v in options.items())), tuple(samples), rate_dtype
 
@@ -58,15 +61,17 @@ class _SelfTest:
         """Return the result of a comparison, from the cache if possible."""
         key = (difference, *self._key)
         if key not in _results:
-            _results[key] = difference(self) if self.parameters else ""
+            try:
+                _results[key] = difference(self) if self.parameters else ""
+            except Exception as error:  # A kernel may refuse a dtype or a device with any error.
+                text = f"{type(error).__name__}: {str(error).partition(chr(10))[0]:.120}"
+                _results[key] = f"the step fails on copies of the parameters ({text})"
         return _results[key]
 
     def stepped(self, flags: Mapping[str, Any], dtype: torch.dtype | None = None) -> list[Tensor]:
         """Return copies of the parameters, in `dtype` or their own, after steps of a new optimizer."""
         copies = [nn.Parameter(_copy(parameter).to(dtype or parameter.dtype)) for parameter in self.parameters]
-        groups = [
-            {"params": [copy], "lr": self._rate(_copy(p))} for copy, p in zip(copies, self.parameters, strict=True)
-        ]
+        groups = [{"params": [copy], "lr": self._rate(p)} for copy, p in zip(copies, self.parameters, strict=True)]
         optimizer = self.cls(groups, lr=1e-3)  # type: ignore[call-arg]
         for group in optimizer.param_groups:
             group.update(self.options)
@@ -79,80 +84,48 @@ class _SelfTest:
             step(optimizer)
         return [copy.detach() for copy in copies]
 
-    def _rate(self, copy: Tensor) -> float | Tensor:
+    def _rate(self, parameter: Tensor) -> float | Tensor:
+        copy = _copy(parameter)
         rate = _RATE * max(float(copy.abs().double().mean()) if copy.numel() else 0.0, 1e-3)
         return rate if self.rate_dtype is None else torch.tensor(rate, dtype=self.rate_dtype, device=copy.device)
 
 
-_results: dict[Key, str] = {}
-
-
 def _fused_difference(test: _SelfTest) -> str:
-    """Return the difference between the fused and the plain step of a class, or "" if none."""
-    try:
-        plain = test.stepped({"fused": False, "foreach": None})
-        fused = test.stepped({"fused": True, "foreach": None})
-    except Exception as error:  # A kernel may refuse a dtype or a device with any error.
-        return f"the step fails on copies of the parameters ({_failure(error)})"
-    return _first_difference(
-        test, plain, fused, eps=0.0 if test.rate_dtype is None else torch.finfo(test.rate_dtype).eps
-    )
+    """Compare the fused and the plain step of a class; rounding explains a distance of a few machine epsilons."""
+    plain = test.stepped({"fused": False, "foreach": None})
+    fused = test.stepped({"fused": True, "foreach": None})
+    for parameter, one, two in zip(test.parameters, plain, fused, strict=True):
+        if parameter.numel():
+            start, one, two = _copy(parameter).double(), one.double(), two.double()
+            moved, apart = (one - start).abs().max(), (one - two).abs().max()
+            eps = max(torch.finfo(each).eps for each in (parameter.dtype, test.rate_dtype) if each is not None)
+            is_close = bool(apart <= _ROUNDINGS * eps / 2 * (start.abs().max() + moved))
+            if not is_close and not torch.allclose(one, two, rtol=0.0, atol=0.0, equal_nan=True):
+                return _described(parameter, float(apart / moved.clamp_min(1e-30)))
+    return ""
 
 
 def _muon_difference(test: _SelfTest) -> str:
-    """Return the difference between a step in the parameters' dtype and in double precision, or "" if none."""
-    try:
-        exact, own = test.stepped({}, torch.float64), test.stepped({})
-    except Exception as error:
-        return f"the step fails on copies of the parameters ({_failure(error)})"
-    for parameter, one, other in zip(test.parameters, exact, own, strict=True):
-        moved, apart = (one - _copy(parameter)).norm(), (one - other).norm()
+    """Compare a step in the parameters' dtype with the same step in double precision."""
+    for parameter, one, two in zip(test.parameters, test.stepped({}, torch.float64), test.stepped({}), strict=True):
+        moved, apart = (one - _copy(parameter)).norm(), (one - two).norm()
         if not bool(apart <= _MUON_APART * moved):
-            return _where(parameter, float(apart / moved))
+            return _described(parameter, float(apart / moved))
     return ""
 
 
-def _failure(error: Exception) -> str:
-    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]:.120}"
-
-
-def _first_difference(test: _SelfTest, plain: Sequence[Tensor], others: Sequence[Tensor], eps: float) -> str:
-    for parameter, one, other in zip(test.parameters, plain, others, strict=True):
-        if why := _difference(_copy(parameter), one, other, eps):
-            return _where(parameter, why)
-    return ""
-
-
-def _where(parameter: Tensor, apart: float) -> str:
+def _described(parameter: Tensor, apart: float) -> str:
     kind, shape = str(parameter.dtype).removeprefix("torch."), tuple(parameter.shape)
     return f"{kind} parameters of shape {shape} on {parameter.device} differ by {apart:.2g} of the length of the step"
 
 
-def _difference(before: Tensor, plain: Tensor, other: Tensor, eps: float) -> float:
-    """Return the distance of two results in units of the step; 0 if rounding explains the distance."""
-    if before.numel() == 0:
-        return 0.0
-    start, one, two = (each.double() for each in (before, plain, other))
-    moved, apart = (one - start).abs().max(), (one - two).abs().max()
-    allowed = _ROUNDINGS * max(eps, torch.finfo(before.dtype).eps) / 2 * (start.abs().max() + moved)
-    if bool(apart <= allowed) or torch.allclose(one, two, rtol=0.0, atol=0.0, equal_nan=True):
-        return 0.0
-    return float(apart / moved.clamp_min(1e-30))
-
-
-def _samples(parameters: Iterable[Tensor]) -> dict[Key, Tensor]:
-    """Return one parameter of each kind."""
-    return {_kind(local): local for local in map(_local, parameters) if local.requires_grad}
-
-
 def _local(parameter: Tensor) -> Tensor:
     """Return the local shard of a sharded parameter; other parameters unchanged."""
-    to_local = getattr(parameter, "to_local", None)
-    local: Tensor = parameter if to_local is None else to_local()
+    local: Tensor = parameter.to_local() if hasattr(parameter, "to_local") else parameter
     return local
 
 
-def _kind(parameter: Tensor) -> Key:
+def _kind(parameter: Tensor) -> tuple[Any, ...]:
     shape = tuple(min(size, _MOST) for size in parameter.shape)
     return parameter.dtype, parameter.device, shape, _order(parameter), _grad_dtype(parameter)
 
@@ -161,10 +134,6 @@ def _order(tensor: Tensor) -> tuple[int, ...]:
     """Return the dimensions in order of decreasing stride."""
     strides = tensor.stride()
     return tuple(sorted(range(tensor.dim()), key=lambda each: (-strides[each], each)))
-
-
-def _rate_dtype(group: Mapping[str, Any]) -> torch.dtype | None:
-    return group["lr"].dtype if isinstance(group["lr"], Tensor) else None
 
 
 def _grad_dtype(parameter: Tensor) -> torch.dtype:

@@ -2,120 +2,19 @@
 
 from __future__ import annotations
 
-import copy
-import dis
+import ast
 import inspect
-import types
-import weakref
-from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterable, Iterator
+import textwrap
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from trimtab.core.errors import ModelError, OptimizerError, ValueGivenError
-from trimtab.state.object_snapshots import references
 from trimtab.state.reachable_objects import modules_of
 from trimtab.techniques.memory_format import align_state
 from trimtab.techniques.optimizer_self_test import fused_difference
-
-# Detection of optimizers, such as many SAM versions, with an optional closure in the signature but not in fact.
-
-_MOST = 4  # Largest size of each dimension of a substitute parameter.
-_PLAIN = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, str, int, float, bool, type(None))
-
-
-def closure_failure(optimizer: torch.optim.Optimizer) -> str:
-    """Return the error of a step without a closure if a step with a closure succeeds, else "".
-
-    Optimizer, parameters and state stay unchanged. Steps that refer to other user objects are not tried, because a
-    trial could change these objects; the result is then "".
-    """
-    if optimizer not in _known:
-        _known[optimizer] = _closure_failure(optimizer)
-    return _known[optimizer]
-
-
-_known: weakref.WeakKeyDictionary[torch.optim.Optimizer, str] = weakref.WeakKeyDictionary()
-
-
-def _closure_failure(optimizer: torch.optim.Optimizer) -> str:
-    steps = list(_own_steps(optimizer))
-    if not any(map(_may_need, steps)) or not all(map(_is_self_contained, steps)) or "step" in vars(optimizer):
-        return ""
-    without = _tried(optimizer, with_closure=False)
-    return without if without and _tried(optimizer, with_closure=True) == "" else ""
-
-
-def _own_steps(optimizer: torch.optim.Optimizer) -> Iterator[types.FunctionType]:
-    """Yield the step functions of the optimizer's user-defined classes."""
-    for cls in type(optimizer).__mro__:
-        step = vars(cls).get("step")
-        found = inspect.unwrap(step) if callable(step) else None
-        if isinstance(found, types.FunctionType) and not cls.__module__.startswith("torch."):
-            yield found
-
-
-def _may_need(step: types.FunctionType) -> bool:
-    """Return True if a step function reads a parameter named closure."""
-    has_closure = "closure" in inspect.signature(step).parameters
-    return has_closure and any(each.argval == "closure" for each in dis.get_instructions(step))
-
-
-def _is_self_contained(step: types.FunctionType) -> bool:
-    """Return True if a step function refers to no object outside of the optimizer that a step could change."""
-    return all(isinstance(value, _PLAIN) for value in references(step))
-
-
-def _tried(optimizer: torch.optim.Optimizer, *, with_closure: bool) -> str:
-    """Return the error of a step on a copy of an optimizer, or ""; "not copied" if there is no copy."""
-    try:
-        stood_in, copied = _copied(optimizer)
-    except Exception:  # User-defined attributes may raise any error when copied.
-        return "not copied" if with_closure else ""
-
-    def closure() -> Tensor:
-        loss = sum((p.float() if not p.is_complex() else p.abs()).square().sum() for p in stood_in)
-        for p in stood_in:
-            p.grad = torch.full_like(p, 1e-3)
-        return torch.as_tensor(loss).detach()
-
-    closure()
-    step: Callable[..., Any] = type(copied).step
-    try:
-        with torch.enable_grad():
-            step(copied, closure) if with_closure else step(copied)
-    except Exception as error:
-        return f"{type(error).__name__}: {str(error).partition(chr(10))[0]:.100}"
-    return ""
-
-
-def _copied(optimizer: torch.optim.Optimizer) -> tuple[list[nn.Parameter], torch.optim.Optimizer]:
-    """Return substitute parameters, and a copy of the optimizer that holds the substitutes and empty state.
-
-    Raises:
-        ValueError: the optimizer holds a module, whose copy could be large.
-    """
-    memo: dict[int, Any] = {}
-    stood_in = []
-    held = {name: value for name, value in vars(optimizer).items() if not name.endswith("_hooks")}
-    inner = [value for value in held.values() if isinstance(value, torch.optim.Optimizer)]
-    if any(isinstance(value, nn.Module) for value in held.values()):
-        raise ValueError("the optimizer holds a module")
-    for each in (optimizer, *inner):
-        memo[id(each.state)] = defaultdict(dict)
-        for p in (p for group in each.param_groups for p in group["params"]):
-            if id(p) not in memo:
-                shape = [min(size, _MOST) for size in p.shape]
-                values = torch.full(shape, 0.5, dtype=p.dtype, device=p.device)
-                memo[id(p)] = nn.Parameter(values, requires_grad=p.requires_grad)
-                stood_in += [memo[id(p)]] if p.requires_grad else []
-    copied = object.__new__(type(optimizer))
-    vars(copied).update({name: OrderedDict() for name in vars(optimizer) if name.endswith("_hooks")})
-    vars(copied).update(copy.deepcopy(held, memo))  # `Optimizer.__deepcopy__` would leave out attributes of subclasses.
-    return stood_in, copied
-
 
 # Exact classes, since a subclass may override the step that is switched.
 _FUSED_CLASSES = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
@@ -132,11 +31,7 @@ def with_auxiliary_modules(model: nn.Module, modules: Iterable[nn.Module] = ()) 
 
 
 def modules_beside(model: nn.Module, modules: Any) -> tuple[nn.Module, ...]:
-    """Return the modules of `modules=[...]` that are not part of the model.
-
-    Raises:
-        ValueGivenError: `modules` is not an iterable of modules.
-    """
+    """Return the modules of `modules=[...]` that are not part of the model; `ValueGivenError` if not modules."""
     if not isinstance(model, nn.Module):
         return ()  # `check_ownership` raises the error for this.
     found = modules if isinstance(modules, Iterable) and not isinstance(modules, nn.Module) else None
@@ -185,25 +80,25 @@ def check_ownership(
             "model", got=f"a {type(model).__name__}", expected="a torch.nn.Module", code="model.not_module"
         )
     if not isinstance(optimizer, torch.optim.Optimizer):
-        inner = next(
-            (each for each in getattr(optimizer, "__dict__", {}).values() if isinstance(each, torch.optim.Optimizer)),
-            None,
-        )
+        name, held = type(optimizer).__name__, getattr(optimizer, "__dict__", {}).values()
+        inner = next((type(each).__name__ for each in held if isinstance(each, torch.optim.Optimizer)), "")
+        hint = f"Make {name} a subclass of torch.optim.Optimizer with the param_groups and state of its {inner}."
         raise OptimizerError(
             "optimizer",
-            got=f"a {type(optimizer).__name__}",
+            got=f"a {name}",
             expected="a torch.optim.Optimizer",
-            hint=""
-            if inner is None
-            else f"Make {type(optimizer).__name__} a subclass of torch.optim.Optimizer with the param_groups and state "
-            f"of its {type(inner).__name__}.",
+            hint=hint if inner else "",
             code="optimizer.not_torch",
         )
-    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
-    if closure is not None and closure.default is inspect.Parameter.empty:
-        raise needs_closure(optimizer)
-    if failure := closure_failure(optimizer):
-        raise needs_closure(optimizer, failure)
+    if any(_needs_closure(vars(cls).get("step")) for cls in type(optimizer).__mro__):
+        raise OptimizerError(
+            "optimizer",
+            problem=f"{type(optimizer).__name__}.step() needs a closure, but a run computes the loss once per step and "
+            "passes no closure.",
+            got=type(optimizer).__name__,
+            hint="Use an optimizer that needs only param.grad, or train with your own loop (docs/own_loop.md).",
+            code="optimizer.needs_closure",
+        )
     trained = with_auxiliary_modules(model, modules)
     if not any(p.requires_grad for p in trained.parameters()):
         raise ModelError(
@@ -236,17 +131,33 @@ def check_ownership(
         )
 
 
-def needs_closure(optimizer: torch.optim.Optimizer, failure: str = "") -> OptimizerError:
-    """Return the error for an optimizer whose step needs a closure."""
-    name = type(optimizer).__name__
-    said = f"{name}.step() fails without a closure ({failure})" if failure else f"{name}.step() requires a closure"
-    return OptimizerError(
-        "optimizer",
-        problem=f"{said}, but a run computes the loss once per step and passes no closure.",
-        got=name,
-        hint="Use an optimizer that needs only param.grad, or train with your own loop (docs/own_loop.md).",
-        code="optimizer.needs_closure",
-    )
+def _needs_closure(step: Any) -> bool:
+    """Return True if a step function needs its argument `closure`, by its signature or by its source.
+
+    By its source, if the closure is asserted, missing closures raise, or the closure is called without a test. Many SAM
+    versions have an optional closure in the signature only.
+    """
+    step = inspect.unwrap(step) if callable(step) else None
+    parameter = None if step is None else inspect.signature(step).parameters.get("closure")
+    if parameter is None or parameter.default is inspect.Parameter.empty or step.__module__.startswith("torch."):
+        return parameter is not None and parameter.default is inspect.Parameter.empty
+    try:
+        nodes = list(ast.walk(ast.parse(textwrap.dedent(inspect.getsource(step)))))
+    except (OSError, TypeError, SyntaxError):  # The source is not available.
+        return False
+    tested = [node for node in nodes if isinstance(node, ast.Assert | ast.If | ast.IfExp) and _names(node.test)]
+    if any(
+        isinstance(node, ast.Assert) or (isinstance(node, ast.If) and isinstance(node.body[0], ast.Raise))
+        for node in tested
+    ):
+        return True
+    calls = [node.func for node in nodes if isinstance(node, ast.Call)]
+    return not tested and any(isinstance(func, ast.Name) and func.id == "closure" for func in calls)
+
+
+def _names(test: ast.expr) -> bool:
+    """Return True if an expression refers to the closure."""
+    return any(isinstance(node, ast.Name) and node.id == "closure" for node in ast.walk(test))
 
 
 def _foreign(foreign: list[Tensor], loss_fn: Callable[..., Any] | None) -> OptimizerError:

@@ -13,10 +13,8 @@ may contain few of the tokens. Only these two estimates wait for the device, and
 
 from __future__ import annotations
 
-import functools
-import inspect
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -39,10 +37,9 @@ class WindowWeights(Stateful):
         self.open(rows=1, num_micro_batches=1)
 
     def open(self, rows: int, num_micro_batches: int, num_batches: int = 1) -> None:
-        """Begin a window.
+        """Begin a window of `rows` samples.
 
         Args:
-            rows: samples in the window.
             num_micro_batches: micro-batches in the window.
             num_batches: planned number of loader batches; the window may have fewer.
         """
@@ -70,23 +67,14 @@ class WindowWeights(Stateful):
         return {"terms_per_sample": self._kept, "first": self._first}
 
     def loading(self, state: Mapping[str, Any]) -> Load:
-        """Return a function that restores a `state_dict()`.
-
-        Raises:
-            FormatError: a key is missing or unknown.
-            ValueGivenError: a value is invalid.
-        """
         names = ("terms_per_sample", "first")
         require_keys("state.weights", state, names)
-        kept, first = (
-            None
-            if state[name] is None
-            else validation.number(f"state.weights.{name}", state[name], low=0, open_low=True)
-            for name in names
-        )
+        for name in names:
+            if state[name] is not None:
+                validation.number(f"state.weights.{name}", state[name], low=0, open_low=True)
 
         def load() -> None:
-            self._kept, self._first = kept, first
+            self._kept, self._first = state["terms_per_sample"], state["first"]
             self._divisor, self._is_whole = None, False
 
         return load
@@ -94,8 +82,7 @@ class WindowWeights(Stateful):
     def weigh(self, loss: Tensor, count: Count | None, rows: int) -> Tensor:
         """Return the weighted scalar loss of a micro-batch of `rows` samples, to call backward on.
 
-        Raises:
-            LossError: the window mixes means and sums, or the first token count of the run is invalid.
+        `LossError` if the window mixes means and sums, or the first token count of the run is invalid.
         """
         if self._is_sum not in (None, count is not None):
             raise LossError(
@@ -201,49 +188,28 @@ def or_one(count: Count) -> Count:
 def drop_gradients(optimizer: torch.optim.Optimizer, *, between_steps: bool = False) -> None:
     """Set gradients to None, like `optimizer.zero_grad(set_to_none=True)` in half the time (docs/LOG.md).
 
-    An overridden `zero_grad` is called.
-
-    Args:
-        between_steps: True at the point where a loop calls `zero_grad`. A user's own `zero_grad` that keeps gradients
-            there accumulates over steps, which is an error.
-
-    Raises:
-        OptimizerError: the user's own `zero_grad` keeps gradients between steps.
+    An overridden `zero_grad` is called. `between_steps` marks the point where a loop calls `zero_grad`: if the user's
+    own `zero_grad` keeps gradients there, steps add up, which raises `OptimizerError`.
     """
     if getattr(optimizer.zero_grad, "__func__", None) is not torch.optim.Optimizer.zero_grad:
         groups = optimizer.param_groups if between_steps else []
         before = [(p.grad, p.grad._version, p) for group in groups for p in group["params"] if p.grad is not None]
-        is_replaced = "zero_grad" in vars(optimizer)
-        sets_to_none = _takes_to_none(optimizer.zero_grad) if is_replaced else _says_to_none(type(optimizer))  # type: ignore[arg-type]  # a class is hashable
-        optimizer.zero_grad(set_to_none=True) if sets_to_none else optimizer.zero_grad()
+        try:
+            optimizer.zero_grad(set_to_none=True)
+        except TypeError:  # Apex's has no arguments.
+            optimizer.zero_grad()
         kept = [p for grad, version, p in before if p.grad is grad and grad._version == version]
         # An in-place `grad.data.zero_()` does not change the version counter.
         if any(bool(p.grad.any()) for p in kept if p.grad is not None):
-            raise _keeps_gradients(optimizer, len(kept))
-        if sets_to_none:
-            return
+            raise OptimizerError(
+                "optimizer.zero_grad",
+                problem=f"{type(optimizer).__name__}.zero_grad() kept the gradients of {len(kept)} parameters, so that "
+                "steps would add up.",
+                got=f"gradients of {len(kept)} parameters",
+                hint="Let zero_grad() remove gradients. To accumulate gradients over n batches, call "
+                "run.of_batches(n).",
+                code="optimizer.keeps_gradients",
+            )
     for group in optimizer.param_groups:
         for p in group["params"]:
             p.grad = None
-
-
-def _keeps_gradients(optimizer: torch.optim.Optimizer, number: int) -> OptimizerError:
-    return OptimizerError(
-        "optimizer.zero_grad",
-        problem=f"{type(optimizer).__name__}.zero_grad() kept the gradients of {number} parameters, so that steps "
-        "would add up.",
-        got=f"gradients of {number} parameters",
-        hint="Let zero_grad() remove gradients. To accumulate gradients over n batches, call run.of_batches(n).",
-        code="optimizer.keeps_gradients",
-    )
-
-
-@functools.cache
-def _says_to_none(cls: type[torch.optim.Optimizer]) -> bool:
-    """Return True if an overridden `zero_grad` accepts `set_to_none`; Apex's has no arguments."""
-    return _takes_to_none(cls.zero_grad)
-
-
-def _takes_to_none(zero_grad: Callable[..., Any]) -> bool:
-    taken = inspect.signature(zero_grad).parameters
-    return "set_to_none" in taken or any(each.kind is each.VAR_KEYWORD for each in taken.values())

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
-import statistics
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -45,16 +43,11 @@ class CompileCheck:
     A window is the time between two optimizer steps, including the loop's own work. Pairs whose input shapes differ,
     for example because of an evaluation, are ignored. Each rank decides for itself. Uncompiled windows are not run if
     they may exceed memory, because the plan may fit only when compiled.
-
-    Args:
-        call: the compiled call of the model.
-        note: called with an event's name and values.
     """
 
     def __init__(self, call: CompiledCall, optimizer: torch.optim.Optimizer, device: torch.device, note: Note) -> None:
         self._call, self._device, self._note = call, device, note
         self._stamps: list[float | torch.cuda.Event] = []
-        self._host: list[float] = []
         self._work: list[tuple[torch.Size, ...]] = []
         self._gain: Interval | None = None
         self._is_decided = False
@@ -65,8 +58,7 @@ class CompileCheck:
         if self._is_decided:
             return
         event = stamp(self._device)
-        self._host.append(time.perf_counter())
-        self._stamps.append(self._host[-1] if event is None else event)
+        self._stamps.append(time.perf_counter() if event is None else event)
         self._work.append(self._call.take_shapes())
         done = len(self._stamps)
         if done == WARM_UP and not self._has_room():
@@ -91,10 +83,7 @@ class CompileCheck:
             self._note("account", self._figures() | {"pays": False})
 
     def _measured(self) -> Interval | None:
-        """Return the interval of the speed ratio (uncompiled time over compiled time).
-
-        Pairs with different input shapes are skipped. None if fewer than two pairs remain.
-        """
+        """Return the interval of uncompiled over compiled time; None with fewer than two usable pairs."""
         ratios = []
         wait_for(self._stamps[-1])  # The host may be many windows ahead of the device.
         for first in range(WARM_UP + 2, WARM_UP + 2 * PAIRS, 2):
@@ -104,16 +93,11 @@ class CompileCheck:
         return ratio_interval(ratios) if len(ratios) > 1 else None
 
     def _figures(self) -> dict[str, Any]:
-        """Return cost (first compilation as a fraction of run time) and gain (fraction of step time saved)."""
-        price, began = None, self._call.began
-        if began is not None and len(self._host) > 2:
-            usual = statistics.median(after - before for before, after in itertools.pairwise(self._host))
-            price = max(0.0, self._host[0] - began - usual) / (time.perf_counter() - began)
-        gain = None if self._gain is None else 1 - 1 / self._gain.mean
-        return {"technique": "compile", "price": price, "gain": gain}
+        """Return the fraction of step time saved; None if unknown."""
+        return {"technique": "compile", "gain": None if self._gain is None else 1 - 1 / self._gain.mean}
 
     def close(self) -> None:
-        """End the check and record cost and gain, when the run closes."""
+        """End the check and record the gain, when the run closes."""
         self._hook.remove()
         self._note("account", self._figures())
 
@@ -140,10 +124,7 @@ def require_free(model: nn.Module) -> None:
 
 
 def lay_out(model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan) -> contextlib.ExitStack:
-    """Apply the settings that must precede sharding, such as the memory format and the optimizer's kind.
-
-    Returns:
-        An exit stack that undoes the changes.
+    """Apply the settings that must precede sharding; return an exit stack that undoes them.
 
     Raises:
         ModelError, OptimizerError, ValueGivenError: the loop does not support a setting; nothing has changed.
@@ -175,8 +156,7 @@ def _apply(loop: LiveLoop, undo: contextlib.ExitStack, *, before_sharding: bool)
 def _steps_fused_on_cpu(optimizer: torch.optim.Optimizer) -> bool:
     """Return True if the optimizer has fused groups on the CPU.
 
-    The fused CPU kernels assume that gradients have the strides of their parameters, which gradients from
-    `autograd.grad` may not have.
+    The fused CPU kernels assume gradients with the strides of the parameters, not guaranteed by `autograd.grad`.
     """
     fused = (p for group in optimizer.param_groups if group.get("fused") for p in group["params"])
     return any(p.device.type == "cpu" for p in fused)
@@ -192,7 +172,7 @@ def apply_plan(
     *,
     make_state: bool = False,
 ) -> contextlib.ExitStack:
-    """Apply the remaining settings of a plan in place. A failure undoes the changes made so far.
+    """Apply the remaining settings of a plan in place; return an exit stack that undoes them.
 
     Args:
         called: the model as the loop calls it (`model` or its wrapper).
@@ -200,9 +180,6 @@ def apply_plan(
         note: called with an event's name and values; None disables checks during training.
         make_state: allocate the optimizer state now, because running out of memory within the first step is
             unrecoverable.
-
-    Returns:
-        An exit stack that undoes the changes.
     """
     loop = LiveLoop(model, called, optimizer, plan, forward.note)
     with contextlib.ExitStack() as undo:

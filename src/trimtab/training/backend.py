@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from typing import Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,8 +16,8 @@ from trimtab.training.metadata_exchange import MetadataExchange, SingleProcessEx
 from trimtab.training.used_parameters import ShardedParameterUse
 
 
-class Backend(Protocol):
-    """Gradient computation and optimizer steps on one or several ranks.
+class Backend:
+    """Gradient computation and optimizer steps on one or several ranks. By default, gradients are in `Parameter.grad`.
 
     Attributes:
         exchange: metadata exchange with the other ranks.
@@ -27,7 +27,7 @@ class Backend(Protocol):
         optimizer: the optimizer to step, whose groups contain all trained parameters; available after `spread`.
     """
 
-    exchange: MetadataExchange
+    exchange: Any  # A `MetadataExchange`; subclasses use further methods of theirs.
     in_step: bool
     may_retry: bool
     model: nn.Module
@@ -35,6 +35,7 @@ class Backend(Protocol):
 
     def spread(self, model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan) -> None:
         """Shard a model and its optimizer state in place. On an error, nothing has changed."""
+        raise NotImplementedError
 
     def settle(self) -> None:
         """Run collective preparations; called on every rank before a window is drawn."""
@@ -47,63 +48,17 @@ class Backend(Protocol):
 
     def backward(self, loss: Tensor) -> None:
         """Run a micro-batch's backward pass; the window's last backward pass also reduces the gradient."""
+        loss.backward()
 
     def end(self) -> None:
         """Reset after a window was dropped."""
 
     def multiply(self, factor: float | Tensor) -> None:
         """Multiply the window's gradient by a factor."""
-
-    def finish(self, factor: float | Tensor, clip_norm: float | None, *, wants_norm: bool = False) -> Tensor | None:
-        """Multiply the window's gradient by `factor`, then clip.
-
-        Returns:
-            Gradient norm before clipping; None if unneeded.
-        """
-
-    def step(self, precision: MixedPrecision) -> bool:
-        """Step the optimizer; return True if it stepped."""
-
-    def stepping(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context manager for the optimizer's step, in which the user's parameter groups are in effect."""
-
-    def gather(self, error: BaseException | None) -> None:
-        """Undo `spread`, keeping trained weights. After an error, skip steps that need other ranks."""
-
-
-def may_retry(backend: Backend, plan: Plan) -> bool:
-    """Return True if one rank may repeat a window by itself.
-
-    False if ranks decide jointly on the batch size, because all ranks would have to repeat the window.
-    """
-    return backend.may_retry and (plan.batch_rule is None or backend.exchange.num_ranks == 1)
-
-
-class TorchBackend:
-    """Base class of backends whose gradients are in `Parameter.grad`."""
-
-    optimizer: torch.optim.Optimizer
-
-    def settle(self) -> None:
-        """Do nothing."""
-
-    def begin_backward(self, loss: Tensor) -> None:
-        """Do nothing."""
-
-    def backward(self, loss: Tensor) -> None:
-        """Run a micro-batch's backward pass."""
-        loss.backward()
-
-    def multiply(self, factor: float | Tensor) -> None:
-        """Multiply the window's gradient by a factor."""
         gradient_clipping.multiply(self.optimizer, factor)
 
     def finish(self, factor: float | Tensor, clip_norm: float | None, *, wants_norm: bool = False) -> Tensor | None:
-        """Multiply the window's gradient by `factor`, then clip.
-
-        Returns:
-            Gradient norm before clipping; None if unneeded.
-        """
+        """Multiply the window's gradient by `factor`, then clip; return its norm before, or None if unneeded."""
         if clip_norm is None and not wants_norm and isinstance(factor, float) and factor == 1.0:
             return None
         return gradient_clipping.scale_and_clip(self.optimizer, factor, clip_norm, wants_norm=wants_norm)
@@ -113,11 +68,20 @@ class TorchBackend:
         return precision.step(self.optimizer)
 
     def stepping(self) -> contextlib.AbstractContextManager[None]:
-        """Return a null context: the user's optimizer steps with its own parameter groups."""
+        """Return a context manager for the optimizer's step, in which the user's parameter groups are in effect."""
         return contextlib.nullcontext()
 
+    def gather(self, error: BaseException | None) -> None:
+        """Undo `spread`, keeping trained weights. After an error, skip steps that need other ranks."""
+        raise NotImplementedError
 
-class UserBackend(TorchBackend):
+
+def may_retry(backend: Backend, plan: Plan) -> bool:
+    """Return True if one rank may repeat a window by itself; False if ranks decide jointly on the batch size."""
+    return backend.may_retry and (plan.batch_rule is None or backend.exchange.num_ranks == 1)
+
+
+class UserBackend(Backend):
     """Backend for a model as the user made it: on one device, or wrapped by the user (DDP, FSDP)."""
 
     def __init__(self, exchange: MetadataExchange | None = None, *, in_step: bool = False) -> None:
@@ -136,24 +100,20 @@ class UserBackend(TorchBackend):
         self._used = used if used.is_needed else None
 
     def settle(self) -> None:
-        """Let DDP rebuild its buckets if needed."""
         if self._sync is not None:
             self._sync.settle(self.optimizer)
 
     def begin(self, *, last: bool) -> None:
-        """Disable gradient synchronisation for all micro-batches but the last."""
         if self._sync is not None:
             self._sync.begin(last=last)
         if self._used is not None:
             self._used.begin(last=last)
 
     def begin_backward(self, loss: Tensor) -> None:
-        """In the first windows of a sharded model, check that all ranks used the same layers."""
         if self._used is not None:
             self._used.begin_backward(loss)
 
     def backward(self, loss: Tensor) -> None:
-        """Run a micro-batch's backward pass; after the last one of a window every gradient is reduced."""
         if self._used is None:
             loss.backward()
         else:
@@ -162,14 +122,12 @@ class UserBackend(TorchBackend):
             self._sync.complete()
 
     def end(self) -> None:
-        """Enable gradient synchronisation again."""
         if self._sync is not None:
             self._sync.end()
         if self._used is not None:
             self._used.reset()
 
     def gather(self, error: BaseException | None) -> None:
-        """Leave model and optimizer unchanged; report the error to the other ranks and close the exchange."""
         if self._used is not None:
             self._used.close()
         if error is not None:

@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import copy
 import functools
-import warnings
 import zlib
-from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,76 +20,54 @@ from torch import Tensor
 
 from trimtab.core.errors import BatchError, ValueGivenError
 from trimtab.training import sample_count as of_batch
-from trimtab.training.sample_count import SampleCount, is_image, is_leaf, leaf_samples, set_fields
+from trimtab.training.sample_count import SampleCount, is_leaf, leaf_samples, set_fields
 
-
-class NestedLists:
-    """Decides on copying nested lists for the loss, by checking for in-place changes.
-
-    A batch of texts may hold thousands of word lists, and copying them may take longer than a small step. Micro-batches
-    1, 2, 4, 8, ... of a run get copies, which are compared with the originals after the backward. Other micro-batches
-    get the originals, as in a plain loop. Once a copy was changed, all later micro-batches get copies.
-
-    Attributes:
-        are_copied: True if the next micro-batch gets copies.
-        is_used: True if the current micro-batch has nested containers, so that `returned` must be called.
-    """
-
-    def __init__(self) -> None:
-        self.are_copied, self._are_changed, self.is_used = True, False, False
-        self._number = 1  # Number of the next micro-batch.
-        self._pairs: list[tuple[Sequence[Any], list[Any]]] = []
-
-    def copies_of(self, items: Sequence[Any], kind: Any) -> list[Any]:
-        """Return copies of lists or dicts, and keep them for comparison."""
-        copies = list(map(kind.copy, items))
-        self._pairs.append((items, copies))
-        return copies
-
-    def returned(self) -> None:
-        """Compare the copies with the originals, after the loss and its backward."""
-        pairs, self._pairs, self.is_used = self._pairs, [], False
-        if not self._are_changed:
-            self._are_changed = any(list(items) != copies for items, copies in pairs)
-        self._number += 1
-        self.are_copied = self._are_changed or not self._number & (self._number - 1)
-
-    def dropped(self) -> None:
-        """Drop the copies of a micro-batch whose loss raised."""
-        self._pairs, self.is_used = [], False
-
-
-Batch = Any
 _LEAVES = of_batch.PLAIN | {Tensor}
-_LONG = 16  # Lists from this length on are copied deeply only if a loss changes them in place.
 _DEPTH = 4  # Depth of the search for tensors in the attributes of objects.
 
 
-def flat_samples(batch: Any) -> int:
-    """Return the number of samples of a flat tuple, list or dict of dense tensors of equal length; else 0."""
+class EmptyBatch:
+    """Placeholder that a loader yields instead of a batch on a rank without samples of that batch."""
+
+
+def iterate(field: str, batches: Any) -> Iterator[Any]:
+    """Return an iterator over batches; raise `BatchError` if `batches` is not iterable."""
+    if not hasattr(batches, "__iter__") and not hasattr(batches, "__getitem__"):
+        raise BatchError(
+            field, got=f"a {type(batches).__name__}", expected="an iterable of batches, such as a DataLoader"
+        )
+    return iter(batches)
+
+
+def _flat(batch: Any) -> Collection[Tensor] | None:
+    """Return the tensors of a flat tuple, list or dict of tensors, the most common batch; None for other batches."""
     kind = type(batch)
-    if kind is dict:
-        items = batch.values()
-    elif kind is tuple or kind is list:
+    items: Collection[Tensor]
+    if kind is tuple or kind is list:
         items = batch
+    elif kind is dict:
+        items = batch.values()
     else:
-        return 0
-    samples, is_images = 0, kind is list
+        return None
     for each in items:
-        if type(each) is not Tensor or not each.dim() or (samples and each.size(0) != samples):
-            return 0
-        if each.layout is not torch.strided or each.is_nested:
-            return 0
-        samples, is_images = each.size(0), is_images and is_image(each)
-    return 0 if is_images else samples
+        if type(each) is not Tensor:
+            return None
+    return items
 
 
-def part(batch: Batch, chosen: slice, samples: int) -> Batch:
-    """Return a slice of a batch that has `samples` samples. Tensors are views."""
-    return _part(batch, lambda leaf: leaf[chosen], samples)
+# Selection of samples.
 
 
-def samples_at(batch: Batch, indices: Sequence[int]) -> Batch:
+def _part(batch: Any, taken: Callable[[Any], Any], samples: int) -> Any:
+    """Return a batch with `taken` applied to each leaf with a sample dimension."""
+    kind = type(batch)
+    if _flat(batch) is not None and (kind is not list or of_batch.quick_samples(batch)):
+        items = [taken(each) if each.ndim else each for each in (batch.values() if kind is dict else batch)]
+        return dict(zip(batch, items, strict=True)) if kind is dict else kind(items)
+    return _map(batch, lambda leaf: taken(leaf) if leaf_samples(leaf, samples) else leaf, samples=samples, taken=taken)
+
+
+def samples_at(batch: Any, indices: Sequence[int]) -> Any:
     """Return the samples at the given indices, in the memory layout of the batch.
 
     Args:
@@ -129,27 +106,18 @@ def not_splittable(reason: str) -> BatchError:
     )
 
 
-def to_device(batch: Batch, device: torch.device) -> Batch:
+# Devices and containers.
+
+
+def to_device(batch: Any, device: torch.device) -> Any:
     """Return the batch with its tensors on `device`; the batch itself if nothing has to move."""
-    if contents_of(batch).are_on(device):
-        return batch
-    return _map(batch, lambda leaf: _moved(leaf, device))
-
-
-def _flat(batch: Batch) -> Collection[Tensor] | None:
-    """Return the tensors of a flat tuple, list or dict of tensors, the most common batch; None for other batches."""
-    kind = type(batch)
-    items: Collection[Tensor]
-    if kind is tuple or kind is list:
-        items = batch
-    elif kind is dict:
-        items = batch.values()
-    else:
-        return None
-    for each in items:
-        if type(each) is not Tensor:
-            return None
-    return items
+    tensors, others = _flat(batch), list[Any]()
+    if tensors is None:
+        tensors, others = _contents(batch)
+    for tensor in tensors:
+        if tensor.device != device:
+            return _map(batch, lambda leaf: _moved(leaf, device))
+    return _map(batch, lambda leaf: _moved(leaf, device)) if any(map(_is_movable, others)) else batch
 
 
 def _is_movable(leaf: Any) -> bool:
@@ -174,62 +142,35 @@ def _moved(leaf: Any, device: torch.device) -> Any:
         ) from error
 
 
-def with_new_containers(batch: Batch, inner: NestedLists | None = None, contents: BatchContents | None = None) -> Batch:
-    """Return the same tensors in new containers, so that a loss may remove items from its batch.
+def with_new_containers(batch: Any) -> Any:
+    """Return the same tensors in new containers, so that a loss may remove items from the batch.
 
-    Immutable containers of tensors are returned as they are.
-
-    Args:
-        inner: decides on copying nested lists; None always copies.
-        contents: contents of the batch, if known.
+    Immutable containers of tensors are returned unchanged.
     """
     if type(batch) is Tensor:
         return batch
     if _flat(batch) is not None:
         return batch if type(batch) is tuple else batch.copy()
-    if inner is not None:
-        inner.is_used = True
-    shared: Container[int] = () if inner is None or inner.are_copied or contents is None else contents.long_lists
-    return _renewed(batch, inner, shared)
+    return _renewed(batch)
 
 
-def handed_out(
-    batch: Batch, device: torch.device, inner: NestedLists | None = None, contents: BatchContents | None = None
-) -> Batch:
-    """Return a micro-batch for the loss: on the device, in new containers. Arguments as for `with_new_containers`."""
-    given = with_new_containers(batch, inner, contents)
-    return given if contents is not None and contents.are_on(device) else to_device(given, device)
-
-
-def _renewed(value: Any, inner: NestedLists | None, shared: Container[int]) -> Any:
-    """Return new containers with the same leaves, avoiding a visit of each constant for most batches."""
+def _renewed(value: Any) -> Any:
+    """Return new containers with the same leaves, without a call per constant for most batches."""
     kind = type(value)
     if kind is dict:
-        return {k: item if type(item) in _LEAVES else _renewed(item, inner, shared) for k, item in value.items()}
+        return {key: item if type(item) in _LEAVES else _renewed(item) for key, item in value.items()}
     if kind is not list and kind is not tuple:
-        return _map(value, _unchanged)
-    if id(value) in shared:
-        return kind(value)
+        return _map(value, lambda leaf: leaf.copy() if type(leaf) is list else leaf)
     kinds: set[Any] = set(map(type, value))
     if kinds <= _LEAVES:
         return kind(value)
-    if kinds in ({list}, {dict}, {tuple}) and of_batch.levels_of_constants(value, 2):
+    if len(kinds) == 1 and of_batch.is_plain(value):
         (each,) = kinds
-        watched = inner if len(value) >= _LONG else None
-        if each is tuple or (watched is not None and not watched.are_copied):
-            return kind(value)
-        return kind(map(each.copy, value) if watched is None else watched.copies_of(value, each))
-    if kinds == {dict}:  # For example boxes and labels of a detection task.
-        leaves = _LEAVES.issuperset
-        return kind([d.copy() if leaves(map(type, d.values())) else _renewed(d, inner, shared) for d in value])
-    return kind([_renewed(item, inner, shared) for item in value])
+        return kind(value) if each is tuple else kind(map(each.copy, value))
+    return kind([item if type(item) in _LEAVES else _renewed(item) for item in value])
 
 
-def _unchanged(leaf: Any) -> Any:
-    return leaf.copy() if type(leaf) is list else leaf
-
-
-def deep_copy(batch: Batch) -> Batch:
+def deep_copy(batch: Any) -> Any:
     """Return a deep copy of a batch: tensors, arrays, and objects that can be copied."""
     return _map(batch, _copy)
 
@@ -247,55 +188,43 @@ def _copy(leaf: Any) -> Any:
         return leaf
 
 
-class EmptyBatch:
-    """Placeholder that a loader yields instead of a batch on a rank without samples of that batch."""
+# Contents.
 
 
-class BatchContents(NamedTuple):
-    """Tensors and other contents of a batch.
+def _contents(batch: Any) -> tuple[list[Tensor], list[Any]]:
+    """Return all tensors of a batch, and its objects of unknown classes."""
+    tensors: list[Tensor] = []
+    others: list[Any] = []
 
-    Args:
-        tensors: all tensors.
-        others: objects of unknown classes.
-        long_lists: long lists or tuples of lists or dicts of constants, by `id`, valid while the batch exists.
-    """
+    def collect(value: Any) -> None:
+        kind = type(value)
+        if kind is Tensor:
+            tensors.append(value)
+        elif kind is dict:
+            for item in value.values():
+                collect(item)
+        elif kind is list or kind is tuple:
+            if not value or type(value[0]) is Tensor or not of_batch.is_plain(value):
+                for item in value:
+                    collect(item)
+        elif kind not in of_batch.PLAIN:
+            for _, leaf in of_batch.leaves(value):
+                if isinstance(leaf, Tensor):
+                    tensors.append(leaf)
+                elif not is_leaf(leaf):
+                    others.append(leaf)
 
-    tensors: list[Tensor]
-    others: list[Any]
-    long_lists: dict[int, Any]
-
-    def are_on(self, device: torch.device) -> bool:
-        """Return True if nothing has to move to `device`."""
-        for tensor in self.tensors:
-            if tensor.device != device:
-                return False
-        return not any(map(_is_movable, self.others))
-
-    def versions(self) -> tuple[int, ...]:
-        """Return the version counters of all tensors, including tensors within objects, and the sizes of long lists."""
-        tensors = self.tensors
-        if self.others:
-            tensors = tensors.copy()
-            _collect_of(self.others, tensors, _DEPTH)
-        sizes = [sum(map(len, each)) for each in self.long_lists.values()]
-        try:
-            return *[tensor._version for tensor in tensors], *sizes
-        except RuntimeError:  # Tensors made in inference mode have no version counter.
-            return *(-1 if tensor.is_inference() else tensor._version for tensor in tensors), *sizes
+    collect(batch)
+    return tensors, others
 
 
-def contents_of(batch: Batch) -> BatchContents:
-    """Return the tensors, objects and long lists of a batch."""
-    contents = BatchContents([], [], {})
-    _collect(batch, contents)
-    return contents
-
-
-def tensors_in(batch: Batch) -> Iterator[Tensor]:
+def tensors_in(batch: Any) -> Iterator[Tensor]:
     """Return an iterator over the tensors of a batch, including tensors in attributes of unknown objects."""
-    contents = contents_of(batch)
-    _collect_of(contents.others, contents.tensors, _DEPTH)
-    return iter(contents.tensors)
+    if (flat := _flat(batch)) is not None:
+        return iter(flat)
+    tensors, others = _contents(batch)
+    _collect_of(others, tensors, _DEPTH)
+    return iter(tensors)
 
 
 def _collect_of(objects: Iterable[Any], tensors: list[Tensor], depth: int) -> None:
@@ -303,48 +232,21 @@ def _collect_of(objects: Iterable[Any], tensors: list[Tensor], depth: int) -> No
     for each in objects if depth else ():
         if not isinstance(each, type):
             for value in getattr(each, "__dict__", {}).values():
-                contents = contents_of(value)
-                tensors += contents.tensors
-                _collect_of(contents.others, tensors, depth - 1)
+                found, others = _contents(value)
+                tensors += found
+                _collect_of(others, tensors, depth - 1)
 
 
-def _collect(value: Any, contents: BatchContents) -> None:
-    kind = type(value)
-    if kind is dict:
-        items: Iterable[Any] = value.values()
-    elif kind is list or kind is tuple:
-        if value and type(value[0]) is not Tensor and (levels := of_batch.levels_of_constants(value)):
-            if levels == 2 and len(value) >= _LONG:
-                contents.long_lists[id(value)] = value
-            return
-        items = value
-    else:
-        for _, leaf in of_batch.leaves(value):
-            if isinstance(leaf, Tensor):
-                contents.tensors.append(leaf)
-            elif not is_leaf(leaf):
-                contents.others.append(leaf)
-        return
-    for item in items:
-        kind = type(item)
-        if kind is Tensor:
-            contents.tensors.append(item)
-        elif kind is dict:  # Handled without a call per item, which matters for boxes and labels.
-            for each in item.values():
-                if type(each) is Tensor:
-                    contents.tensors.append(each)
-                elif type(each) not in of_batch.PLAIN:
-                    _collect(each, contents)
-        elif kind not in of_batch.PLAIN:
-            _collect(item, contents)
+def versions_of(batch: Any) -> tuple[int, ...]:
+    """Return version counters of a batch's tensors, to detect in-place changes."""
+    tensors = list(tensors_in(batch))
+    try:
+        return tuple([tensor._version for tensor in tensors])
+    except RuntimeError:  # Tensors made in inference mode have no version counter.
+        return tuple(-1 if tensor.is_inference() else tensor._version for tensor in tensors)
 
 
-def versions_of(batch: Batch) -> tuple[int, ...]:
-    """Return version counters of a batch's tensors and sizes of its long lists, to detect in-place changes."""
-    return contents_of(batch).versions()
-
-
-def checksum(batch: Batch) -> int:
+def checksum(batch: Any) -> int:
     """Return a positive checksum of a batch's tensors; 0 if no tensor has several elements. Synchronises."""
     found = 0
     for tensor in tensors_in(batch):
@@ -354,7 +256,7 @@ def checksum(batch: Batch) -> int:
     return found
 
 
-def holds_nan(batch: Batch) -> bool:
+def holds_nan(batch: Any) -> bool:
     """Return True if a batch contains NaN. Infinite values are accepted, as masks contain them. Synchronises."""
     floats = (tensor for tensor in tensors_in(batch) if tensor.is_floating_point())
     return any(bool(torch.isnan(_values(tensor)).any()) for tensor in floats)
@@ -369,29 +271,10 @@ def _values(tensor: Tensor) -> Tensor:
     return tensor.values() if tensor.layout is not torch.strided else tensor
 
 
-def iterate(field: str, batches: Any) -> Iterator[Batch]:
-    """Return an iterator over batches.
-
-    Raises:
-        BatchError: `batches` is not iterable.
-    """
-    if not hasattr(batches, "__iter__") and not hasattr(batches, "__getitem__"):
-        raise BatchError(
-            field, got=f"a {type(batches).__name__}", expected="an iterable of batches, such as a DataLoader"
-        )
-    return iter(batches)
+# Traversal.
 
 
-def _part(batch: Batch, taken: Callable[[Any], Any], samples: int) -> Batch:
-    """Return a batch in which `taken` was applied to each leaf that has a sample dimension."""
-    if flat_samples(batch):
-        if type(batch) is dict:
-            return {name: taken(tensor) for name, tensor in batch.items()}
-        return type(batch)(map(taken, batch))
-    return _map(batch, lambda leaf: taken(leaf) if leaf_samples(leaf, samples) else leaf, samples=samples, taken=taken)
-
-
-def map_leaves(batch: Batch, function: Callable[[Any], Any]) -> Batch:
+def map_leaves(batch: Any, function: Callable[[Any], Any]) -> Any:
     """Return the same structure with `function` applied to each leaf; objects of unknown classes are leaves."""
     return _map(batch, function)
 
@@ -429,54 +312,30 @@ def _map(
 def _rebuild_dataclass(original: Any, each: Callable[[Any], Any], *, is_part: bool) -> Any:
     """Return a copy of a dataclass instance with new field values, without calling the constructor.
 
-    Args:
-        is_part: True if the copy has a part of the samples. Cached properties and tensors outside of fields belong to
-            the whole batch and are left out, with a warning. A loss that needs such a tensor computes a new one or
-            fails.
-
-    Raises:
-        BatchError: a class attribute of the same name would silently replace a tensor that is left out.
+    Cached properties are left out. A part of the samples also lacks tensors outside of fields, which belong to the
+    whole batch: a loss that needs the tensor computes a new tensor or fails.
     """
-    made, fields = copy.copy(original), set_fields(original)
+    made, fields, kind = copy.copy(original), set_fields(original), type(original)
     for name, value in list(getattr(made, "__dict__", {}).items()):
-        if _is_cached(made, name):
+        if isinstance(getattr(kind, name, None), functools.cached_property):
             del made.__dict__[name]
         elif name not in fields and isinstance(value, Tensor):
             if not is_part:
                 made.__dict__[name] = each(value)
+            elif hasattr(kind, name):  # The attribute of the class would silently replace the tensor.
+                raise BatchError(
+                    "batch",
+                    problem=f"{kind.__name__}.{name} is a tensor but not a field of the dataclass, so that it cannot "
+                    "be split into micro-batches.",
+                    got=f"{kind.__name__}.{name}",
+                    hint=f"Declare {name} as a field of {kind.__name__}, or compute it in the loss function.",
+                    code="batch.tensor_no_field",
+                )
             else:
-                _leave_out(made, name)
+                del made.__dict__[name]
     for name in fields:  # Frozen dataclasses need `object.__setattr__`.
         object.__setattr__(made, name, each(getattr(original, name)))
     return made
-
-
-def _is_cached(value: Any, name: str) -> bool:
-    return isinstance(getattr(type(value), name, None), functools.cached_property)
-
-
-def _leave_out(part: Any, name: str) -> None:
-    kind = type(part)
-    if hasattr(kind, name):
-        raise BatchError(
-            "batch",
-            problem=f"{kind.__name__}.{name} is a tensor but not a field of the dataclass, so that it cannot be split "
-            "into micro-batches.",
-            got=f"{kind.__name__}.{name}",
-            hint=f"Declare {name} as a field of {kind.__name__}, or compute it in the loss function.",
-            code="batch.tensor_no_field",
-        )
-    del part.__dict__[name]
-    _warn_of_no_field(kind, name)  # type: ignore[arg-type]  # a class is hashable
-
-
-@functools.cache  # Once per field, not per micro-batch.
-def _warn_of_no_field(kind: type, name: str) -> None:
-    warnings.warn(
-        f"{kind.__name__}.{name} is a tensor but not a field of the dataclass, so that micro-batches do not have it. "
-        f"Declare {name} as a field of {kind.__name__}, or compute it in the loss function.",
-        stacklevel=2,
-    )
 
 
 def _rebuild_mapping(original: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
@@ -492,10 +351,11 @@ def _rebuild_mapping(original: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
     return made
 
 
+# Counting and splitting, by containers or by functions of the user.
+
 Count = Callable[[Any], int]
 Split = Callable[[Any, int, int], Any]
 UNKNOWN = "batch.samples_unknown"
-_WAY_OUT = "Pass count=function to trimtab.plan and trimtab.start; count(batch) returns the number of samples."
 
 
 @dataclass(frozen=True)
@@ -503,7 +363,7 @@ class BatchSplitting:
     """Counts the samples of a batch and splits it.
 
     Args:
-        count: `count(batch)` -> number of samples; None reads it from the containers (`samples.read`).
+        count: `count(batch)` -> number of samples; None reads it from the containers (`sample_count`).
         split: `split(batch, start, stop)` -> batch of the samples from `start` to `stop`; None slices the containers.
 
     Raises:
@@ -526,17 +386,13 @@ class BatchSplitting:
         Raises:
             BatchError: the batch has no samples, or `count` raised or returned something else than a positive int.
         """
-        if self.count is None and self.split is None and (samples := flat_samples(batch)):
-            return SampleCount(samples, is_splittable=True)
         reading = of_batch.read_sample_count(batch)
         if self.count is not None:
             samples = self._counted(self.count, batch)
             if reading.samples != samples:
                 found = "unclear" if reading.samples is None else reading.samples
-                reason = f"count(batch) returned {samples}, but the number found in its tensors is {found}"
-                reading = SampleCount(
-                    samples, reason=f"{reason}; split=function is needed", code="samples.count_differs"
-                )
+                reason = f"count(batch) returned {samples}, but the number found in its tensors is {found}; "
+                reading = SampleCount(samples, reason=f"{reason}split=function is needed", code="samples.count_differs")
         if reading.samples == 0:
             raise BatchError(
                 "batch",
@@ -576,22 +432,17 @@ class BatchSplitting:
             _require_splittable(batch, samples)
         for start in range(0, samples, micro_batch):
             stop = min(start + micro_batch, samples)
-            found = part(batch, slice(start, stop), samples) if self.split is None else self._split(batch, start, stop)
-            yield found, stop - start
+            yield self._selected(batch, start, stop, samples), stop - start
 
     def part(self, batch: Any, start: int, stop: int, samples: int) -> Any:
-        """Return the samples from `start` to `stop` of a batch of `samples` samples.
-
-        Raises:
-            BatchError: the batch cannot be split, or `split` returned an unexpected number of samples.
-        """
+        """Return the samples from `start` to `stop` of a batch of `samples` samples; raises as `slices`."""
         if self.split is None:
             _require_splittable(batch, samples)
-            return part(batch, slice(start, stop), samples)
-        return self._split(batch, start, stop)
+        return self._selected(batch, start, stop, samples)
 
-    def _split(self, batch: Any, start: int, stop: int) -> Any:
-        assert self.split is not None
+    def _selected(self, batch: Any, start: int, stop: int, samples: int) -> Any:
+        if self.split is None:
+            return _part(batch, lambda leaf: leaf[start:stop], samples)
         try:
             found = self.split(batch, start, stop)
         except Exception as error:
@@ -611,10 +462,13 @@ class BatchSplitting:
         except Exception as error:
             raise _failed("count", "count(batch)", error) from error
         if isinstance(found, bool) or not isinstance(found, int) or found < 1:
-            given = f"{found!r:.80} from count(batch)"
-            expected = "a positive int, the number of samples of the batch"
-            hint = "Return len(batch), or the length of one of its tensors."
-            raise BatchError("count", got=given, expected=expected, hint=hint, code="batch.count_invalid")
+            raise BatchError(
+                "count",
+                got=f"{found!r:.80} from count(batch)",
+                expected="a positive int, the number of samples of the batch",
+                hint="Return len(batch), or the length of one of its tensors.",
+                code="batch.count_invalid",
+            )
         return found
 
 
@@ -623,17 +477,17 @@ BY_CONTAINERS = BatchSplitting()
 
 def samples_unknown(field: str, reason: str) -> BatchError:
     """Return the error for a batch whose number of samples is needed but unknown."""
-    given = f"a batch with an unknown number of samples ({reason})"
-    expected = "the same number of samples in every tensor and list"
-    return BatchError(field, got=given, expected=expected, hint=_WAY_OUT, code=UNKNOWN)
+    return BatchError(
+        field,
+        got=f"a batch with an unknown number of samples ({reason})",
+        expected="the same number of samples in every tensor and list",
+        hint="Pass count=function to trimtab.plan and trimtab.start; count(batch) returns the number of samples.",
+        code=UNKNOWN,
+    )
 
 
 def of_same_size(longest: Any, example: Any, batching: BatchSplitting = BY_CONTAINERS) -> Any:
-    """Return `longest`, a batch with the longest sequences, after checking its number of samples.
-
-    Raises:
-        ValueGivenError: `longest` and `example` differ in their number of samples.
-    """
+    """Return `longest`, a batch with the longest sequences; `ValueGivenError` if `example` has other samples."""
     samples, expected = batching.read(longest).samples, batching.read(example).samples
     if None not in (samples, expected) and samples != expected:
         raise ValueGivenError(
@@ -649,8 +503,6 @@ def of_same_size(longest: Any, example: Any, batching: BatchSplitting = BY_CONTA
 
 def _require_splittable(batch: Any, samples: int) -> None:
     """Raise `BatchError` if the containers of a batch do not show which parts belong to which sample."""
-    if of_batch.quick_samples(batch) == samples:
-        return
     reading = of_batch.read_sample_count(batch)
     if reading.samples != samples or not reading.is_splittable:
         raise not_splittable(reading.reason or f"its tensors have {reading.samples} samples, not {samples}")

@@ -12,8 +12,7 @@ import time
 import warnings
 import zlib
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -30,11 +29,9 @@ from trimtab.techniques.learning_rate import RateFollower, is_scale_invariant
 from trimtab.training.accumulation import WindowWeights
 from trimtab.training.hooks import CheckpointHooks, Hook, Outcome, WindowDecision
 from trimtab.training.metadata_exchange import MetadataExchange
-from trimtab.training.noise_monitor import NUM_SECONDS, NoMeasurements, WindowMeasurements, WindowMonitor
+from trimtab.training.noise_monitor import NUM_SECONDS, NoiseMonitor, WindowMeasurements
 from trimtab.training.split_conditions import keeps_maths
 from trimtab.training.window import Window
-
-# Argument validation of plans with an adaptive batch size.
 
 
 def check_rule(plan: Plan, *, may_split: bool) -> None:
@@ -60,12 +57,7 @@ def check_rule(plan: Plan, *, may_split: bool) -> None:
 
 
 def require_alike(exchange: MetadataExchange, facts: Mapping[str, object]) -> None:
-    """Raise `ValueGivenError` on every rank if ranks differ in facts that decisions about k depend on.
-
-    Args:
-        exchange: metadata exchange with the other ranks.
-        facts: name and value of each fact.
-    """
+    """Raise `ValueGivenError` on every rank if ranks differ in facts (by name) that decisions about k depend on."""
     if exchange.num_ranks == 1:
         return
     shared = exchange.share([zlib.crc32(str(value).encode()) for value in facts.values()])
@@ -80,11 +72,10 @@ def require_alike(exchange: MetadataExchange, facts: Mapping[str, object]) -> No
         )
 
 
-@dataclass(frozen=True)
-class _WindowRole:
+class _WindowRole(NamedTuple):
     """Purpose of a window besides training.
 
-    Args:
+    Attributes:
         is_probe: the window is larger than decided, or split, in order to measure the noise.
         asked: number of batches requested to measure noise that smaller windows do not show; 0 if not requested.
         owes: all ranks exchange values for this window, even if a rank has measured nothing.
@@ -102,15 +93,8 @@ class _WindowRole:
 _TRAINS = _WindowRole()  # Role of a window that is not measured.
 
 
-@dataclass(frozen=True)
-class _NextWindow:
-    """Composition of the next window.
-
-    Args:
-        is_due: the window is to be measured, if possible.
-        is_probe: the window is enlarged or split in order to measure the noise.
-        num_batches: number of loader batches.
-    """
+class _NextWindow(NamedTuple):
+    """Composition of the next window, which is to be measured if it is due, and enlarged or split as a probe."""
 
     is_due: bool
     is_probe: bool
@@ -121,12 +105,8 @@ class BatchSizeController(Stateful, Hook):
     """Batch size controller of a run with an adaptive batch size.
 
     Args:
-        plan: a plan with a batch rule.
-        exchange: metadata exchange with the other ranks.
-        note: called with an event's name and values.
         weights: loss weights of the run's windows.
-        keeper: checkpoint manager, which stores decisions so that a resumed run repeats its windows; None without
-            checkpoints.
+        keeper: stores decisions, so that a resumed run repeats its windows; None without checkpoints.
 
     Raises:
         ValueGivenError: the model is under FSDP1, a batch that must be split cannot be split, or ranks have different
@@ -165,7 +145,7 @@ class BatchSizeController(Stateful, Hook):
             normalises=self._follower.rule == "sqrt" and divides,
         )
         self._account = self._decider.account
-        self._watch = WindowMonitor(model, optimizer, exchange.num_ranks)
+        self._watch = NoiseMonitor(model, optimizer, exchange.num_ranks)
         self._probing = ProbeSelection(
             self._rule,
             plan.num_micro_batches,
@@ -174,7 +154,7 @@ class BatchSizeController(Stateful, Hook):
             may_split=may_split and not is_compiled,  # Half a batch would cause a recompilation.
             shows_one=self._watch.seen_apart > 1 or not self._measures,
         )
-        self._measured: WindowMeasurements | NoMeasurements | None = None
+        self._measured: WindowMeasurements | list[float] | None = None
         self._deciding_s, self._is_under_way = 0.0, False
         self._role = _TRAINS  # Of the open window, or of the last one.
         self._next: _NextWindow | None = None  # Computed once per window.
@@ -206,9 +186,8 @@ class BatchSizeController(Stateful, Hook):
             k, noise, decided = self.k, self.noise, self._decider.num_batches
             is_probe = self._probing.is_due(k, noise)
             is_due = self._measures and (is_probe or self._account.is_due())
-            self._next = _NextWindow(
-                is_due, is_probe, self._probing.batches(decided, k, noise) if is_probe else decided
-            )
+            num_batches = self._probing.batches(decided, k, noise) if is_probe else decided
+            self._next = _NextWindow(is_due, is_probe, num_batches)
         return self._next
 
     def _decided_before(self) -> WindowDecision | None:
@@ -241,38 +220,32 @@ class BatchSizeController(Stateful, Hook):
         ahead = self._look_ahead()
         if self._keeper is not None:
             self._keeper.decided(self._account.windows, WindowDecision(ahead.num_batches, self.k, is_cut=self._is_cut))
-        watched = False
+        self._role, self._is_watched = _TRAINS, False
+        self._watch.begin()
         if ahead.is_due or self._retries_probe:
-            watched = self._measures and not window.num_padding
-            watched = watched and num_micro_batches * self._watch.seen_apart > 1
-            self._role = self._role_of(num_batches, num_micro_batches, watched=watched)
-        else:
-            self._role = _TRAINS
-        self._is_watched = watched
-        self._watch.opened(watched=watched)
+            shows_noise = num_micro_batches * self._watch.seen_apart > 1
+            self._is_watched = self._measures and not window.num_padding and shows_noise
+            self._role = self._role_of(ahead, num_batches, num_micro_batches)
+        if self._is_watched:
+            self._watch.open()
 
     def micro_batch_begins(self, rows: int, *, of_next: bool, last: bool) -> None:
-        """Measure the beginning of a micro-batch."""
         if self._is_watched:
-            self._watch.begun(rows, of_next=of_next, last=last)
+            self._watch.micro_batch_begins(rows, of_next=of_next, last=last)
 
     def backward_begins(self) -> None:
-        """Measure the end of a micro-batch's forward."""
         if self._is_watched:
             self._watch.backward_begins()
 
     def backward_ends(self, rows: int, terms: Count) -> None:
-        """Measure the end of a micro-batch's backward."""
         if self._is_watched:
-            self._watch.backward_done(rows, terms)
+            self._watch.backward_ends(rows, terms)
 
     def gradient_complete(self, scale: float | Tensor) -> None:
-        """Measure the window's complete gradient."""
         if self._is_watched:
-            self._watch.stepping(self._weights, scale)
+            self._watch.close(self._weights, scale)
 
-    def _role_of(self, num_batches: int, num_micro_batches: int, *, watched: bool) -> _WindowRole:
-        ahead = self._look_ahead()
+    def _role_of(self, ahead: _NextWindow, num_batches: int, num_micro_batches: int) -> _WindowRole:
         is_larger = num_batches > self._decider.num_batches or (self._is_cut and num_micro_batches > 1)
         # All ranks exchange values in the same windows: the schedule is common knowledge, the number of batches left on
         # a rank is not.
@@ -281,7 +254,7 @@ class BatchSizeController(Stateful, Hook):
             is_probe=self._retries_probe or (is_larger and ahead.is_probe),
             asked=ahead.num_batches if self._probing.explores(self.k, self.noise) else 0,
             owes=owes,
-            is_used=owes or (watched and self._exchange.num_ranks == 1),
+            is_used=owes or (self._is_watched and self._exchange.num_ranks == 1),
             num_micro_batches=num_micro_batches,
         )
 
@@ -289,7 +262,12 @@ class BatchSizeController(Stateful, Hook):
         """End a window and process the values of earlier windows that have arrived. Skipped steps give no values."""
         start = time.perf_counter()
         num_batches = outcome.window.num_batches
-        measured = self._told(num_batches, applied=outcome.applied)
+        measured: WindowMeasurements | list[float] | None = None
+        if outcome.applied:
+            decided, first = self._decider.num_batches, self._probing.timed - 2
+            measured = self._watch.ended(num_batches, decided, is_probe=self._role.is_probe, first=first)
+        if measured is None and self._role.owes:
+            measured = self._watch.nothing(self._role.num_micro_batches)
         if outcome.applied:
             self._follower.applied(outcome.agreed.num_batches, self._decider.num_batches)
         self._next = None
@@ -299,46 +277,34 @@ class BatchSizeController(Stateful, Hook):
         else:
             self._took(measured, num_batches, start)
 
-    def _took(self, measured: WindowMeasurements | NoMeasurements | None, num_batches: int, start: float) -> None:
+    def _took(self, measured: WindowMeasurements | list[float] | None, num_batches: int, start: float) -> None:
         """End a window that was measured, or in which values of an earlier window arrive."""
         waiting = time.perf_counter()
-        shared = self._exchange.take()
-        if self._measured is not None:
-            self._measured.wait()
+        shared, before = self._exchange.take(), self._measured
+        if isinstance(before, WindowMeasurements):
+            before.stamps.wait()
         # Waiting for ranks and device is no overhead, since both are at work meanwhile.
         waited_s = time.perf_counter() - waiting
         if shared is not None:
             self._absorb(shared)
-        is_put = self._measured is not None
-        if self._measured is not None:
-            self._exchange.put(self._measured.figures(self._deciding_s))
+        if before is not None:
+            self._exchange.put(before if isinstance(before, list) else before.figures(self._deciding_s))
             self._deciding_s = 0.0
         self._measured, self._retries_probe = measured, False
-        self._is_under_way = is_put or measured is not None
+        self._is_under_way = before is not None or measured is not None
         if self._role.asked:
-            self._probing.explored(self._role.asked, self._decider.num_batches)
-            if num_batches > self._decider.num_batches:
-                figures = {"batches": num_batches, "decided": self._decider.num_batches}
-                self._note(
-                    "explored",
-                    figures | {"reason": "the gradient noise scale needs more micro-batches than the step has"},
-                )
+            decided = self._decider.num_batches
+            self._probing.explored(self._role.asked, decided)
+            if num_batches > decided:
+                reason = "the gradient noise scale needs more micro-batches than the step has"
+                self._note("explored", {"batches": num_batches, "decided": decided, "reason": reason})
         if self._role.is_used:  # Counted once the window is over: a dropped window is measured again, on all ranks.
             self._account.use()
         self.window_dropped()
         self._account.pass_window()
         self._deciding_s += time.perf_counter() - start - waited_s
 
-    def _told(self, num_batches: int, *, applied: bool) -> WindowMeasurements | NoMeasurements | None:
-        """Return the window's values to exchange with all ranks, or None."""
-        told = None
-        if applied:
-            decided, first = self._decider.num_batches, self._probing.timed - 2
-            told = self._watch.stepped(num_batches, decided, is_probe=self._role.is_probe, first=first)
-        return self._watch.nothing(self._role.num_micro_batches) if told is None and self._role.owes else told
-
     def window_dropped(self) -> None:
-        """Stop observing the window, after it ended or was dropped."""
         self._watch.drop()
         self._is_watched = False
 
@@ -372,25 +338,15 @@ class BatchSizeController(Stateful, Hook):
     def close(self) -> dict[str, Any] | None:
         """Stop exchanging values; return the overhead of measuring as a fraction of time, and its potential benefit."""
         self._exchange.close()
-        self._watch.close()
+        self._watch.end()
         return self._decider.summary()
 
     # State of a resumed run.
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the decided values, the measurements, the times of the next probes and the learning rate factor.
-
-        Values that are still being exchanged are not included.
-        """
         return {name: part.state_dict() for name, part in self._parts().items()}
 
     def loading(self, state: Mapping[str, Any]) -> Load:
-        """Return a function that restores a `state_dict()`.
-
-        Raises:
-            FormatError: a key is missing or unknown.
-            ValueGivenError: a value is invalid.
-        """
         load_parts = loading_parts(self._parts(), state, where="state.batch")
 
         def load() -> None:

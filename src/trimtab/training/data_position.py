@@ -14,7 +14,7 @@ from typing import Any
 
 from trimtab.core import validation
 from trimtab.core.errors import FormatError, LoopError, ValueGivenError
-from trimtab.core.stateful import Load, Stateful, require_keys
+from trimtab.core.stateful import Load, Stateful, checked_state, require_keys
 from trimtab.state.data_state import draw_and_restore_loader, generators_of, has_lasting_workers, is_stateful
 from trimtab.state.random_state import generator_states, loading_generators, loading_random_state, random_state
 from trimtab.training.batch import EmptyBatch, holds_nan, iterate
@@ -30,6 +30,7 @@ class DataPosition(Stateful):
 
     Attributes:
         accepted: called with a description if the data's length changed; None raises an error instead.
+        is_to_stay: True if the run ends and the current epoch will be resumed.
     """
 
     def __init__(self, *, is_kept: bool) -> None:
@@ -37,7 +38,7 @@ class DataPosition(Stateful):
         self.accepted: Callable[[str], None] | None = None
         self._over = self._drawn = 0
         self._is_open = self._is_left = False  # An epoch was started and is not over; the loop has left the epoch.
-        self._stays = self._is_over = False  # The run ends and the epoch will be resumed; the run is closed.
+        self.is_to_stay = self._is_over = False  # The run ends and the epoch will be resumed; the run is closed.
         # Exception being handled as the epoch began, to distinguish later exceptions.
         self._handled: BaseException | None = None
         self._is_drawn = False  # All batches were drawn, though the last window may not be over.
@@ -50,7 +51,7 @@ class DataPosition(Stateful):
     @property
     def passes(self) -> int:
         """Number of completed epochs, including epochs left early by the loop."""
-        return self._over + (self._is_left and not self._stays)
+        return self._over + (self._is_left and not self.is_to_stay)
 
     @property
     def number(self) -> int:
@@ -62,19 +63,11 @@ class DataPosition(Stateful):
         """Batches of the next epoch drawn before the checkpoint was saved; 0 at the start of an epoch."""
         return self._drawn if self._saved is not None and self._begun is not None else 0
 
-    @property
-    def is_to_stay(self) -> bool:
-        """True if the run ends and the current epoch will be resumed."""
-        return self._stays
-
     def batches(self, loader: Iterable[Any]) -> Iterator[Any]:
         """Return an iterator over an epoch's batches, or after loading a state over the rest of the interrupted epoch.
 
         An epoch that the loop left early is completed at once, before any batch is drawn, since a checkpoint may be
-        saved in between.
-
-        Raises:
-            FormatError: on the first draw, if the loader differs from the saved run's loader or has too few batches.
+        saved in between. `FormatError` on the first draw if the loader differs from the saved run's loader.
         """
         if self._saved is None:
             if self._is_open:
@@ -134,12 +127,12 @@ class DataPosition(Stateful):
             self._forget()
 
     def left(self, number: int) -> None:
-        """Record that the loop left epoch `number`, which completes the epoch unless an exception ended it."""
+        """Record that the loop left epoch `number`, and so completed the epoch unless an exception ended the loop."""
         self._is_left = self._is_open and number == self._over
 
     def stays(self) -> None:
         """Record that the run ends here and the epoch will be resumed, even if the loop leaves it."""
-        self._stays = True
+        self.is_to_stay = True
 
     def let_go(self) -> None:
         """Drop all references to the loader; in a reference cycle with the run, its workers would be waited for."""
@@ -151,6 +144,7 @@ class DataPosition(Stateful):
 
     def _continued(self, loader: Any, saved: Mapping[str, Any]) -> Iterator[Any]:
         begin, here = (_loading(loader, saved[name], f"state.data.{name}") for name in ("begun", "here"))
+        batches: Iterator[Any]
         if saved["is_drawn"]:
             batches = iter(())
         elif saved["loader"] is not None:
@@ -167,7 +161,11 @@ class DataPosition(Stateful):
         else:
             begin()
             batches = iterate("loader", loader)
-            again = self._drawn_again(batches)
+            again = 0
+            for batch in itertools.islice(batches, self._drawn):
+                again += 1
+                if self._first is None and _is_fit(batch):
+                    self._first = batch
             if again < self._drawn:
                 raise FormatError(
                     "loader",
@@ -178,15 +176,6 @@ class DataPosition(Stateful):
                 )
         here()
         return batches
-
-    def _drawn_again(self, batches: Iterator[Any]) -> int:
-        """Draw and drop the batches trained on before; return their number. Keeps the first usable batch."""
-        again = 0
-        for batch in itertools.islice(batches, self._drawn):
-            again += 1
-            if self._first is None and _is_fit(batch):
-                self._first = batch
-        return again
 
     def taken_first(self) -> Any:
         """Return the first usable batch among the batches drawn again, once; None if there is none."""
@@ -210,12 +199,7 @@ class DataPosition(Stateful):
             back()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return epoch, batches drawn, generator states at the start of the epoch and now, and the loader's state.
-
-        Raises:
-            ValueGivenError: the position is not recorded, because the run has no checkpoints.
-            LoopError: the run is closed.
-        """
+        """Return epoch, batches drawn, generator states at the start of the epoch and now, and the loader's state."""
         if self._is_over:
             raise LoopError(
                 "run.position.state_dict",
@@ -235,7 +219,7 @@ class DataPosition(Stateful):
         # A checkpoint saved while an exception is handled resumes the epoch. GeneratorExit only closes the generator.
         error = sys.exception()
         is_failing = error not in (None, self._handled) and not isinstance(error, GeneratorExit)
-        is_left = self._is_left and not self._stays and not is_failing
+        is_left = self._is_left and not self.is_to_stay and not is_failing
         is_over = is_left and not _is_stream(self._loader)
         under_way = self._begun is not None and not is_over
         return {
@@ -251,13 +235,10 @@ class DataPosition(Stateful):
 
     def loading(self, state: Any) -> Load:
         """Return a function that restores a `state_dict()`. The loader itself is checked on the first draw."""
-        where = "state.data"
-        if isinstance(state, Mapping):
-            state = dict(state) | {"epoch": state.get("epoch")}  # Older checkpoints have no epoch.
-        require_keys(where, state, ("passes", "drawn", "is_drawn", "length", "begun", "here", "loader", "epoch"))
+        where, others = "state.data", ("is_drawn", "length", "begun", "here", "loader", "epoch")
+        found = checked_state(where, state, integers=("passes", "drawn"), others=others)
         if state["epoch"] is not None:
             validation.integer(f"{where}.epoch", state["epoch"], low=0)
-        passes, drawn = (validation.integer(f"{where}.{name}", state[name], low=0) for name in ("passes", "drawn"))
         if not isinstance(state["length"], Mapping):
             raise FormatError(f"{where}.length", got=repr(state["length"]), expected="a mapping from names to integers")
         for name, number in state["length"].items():
@@ -268,7 +249,7 @@ class DataPosition(Stateful):
         here = loading_random_state(state["here"]["random"], f"{where}.here.random")
 
         def load() -> None:
-            self._over, self._drawn, self._is_drawn = passes, drawn, bool(state["is_drawn"])
+            self._over, self._drawn, self._is_drawn = found["passes"], found["drawn"], bool(state["is_drawn"])
             self._begun, self._saved = state["begun"], state
             self._is_open, self._is_left = self._begun is not None, False
             here()
@@ -323,8 +304,8 @@ def length_of(loader: Any) -> int | None:
 
 def _lengths_of(loader: Any) -> dict[str, int]:
     """Return the number of batches and of samples in the data set, as far as they are known."""
-    told = {"batches": loader, "rows": getattr(innermost_loader(loader), "dataset", None)}
-    return {name: number for name, each in told.items() if (number := length_of(each)) is not None}
+    sized = {"batches": loader, "rows": getattr(innermost_loader(loader), "dataset", None)}
+    return {name: number for name, each in sized.items() if (number := length_of(each)) is not None}
 
 
 def _epoch_of(loader: Any) -> int | None:
@@ -343,13 +324,11 @@ def _random_of(loader: Any) -> dict[str, Any]:
 
 
 def _loading(loader: Any, state: Mapping[str, Any], where: str) -> Load:
-    parts = (
-        loading_random_state(state["random"], f"{where}.random"),
-        loading_generators(generators_of(loader), state["generators"], f"{where}.generators"),
-    )
+    random = loading_random_state(state["random"], f"{where}.random")
+    generators = loading_generators(generators_of(loader), state["generators"], f"{where}.generators")
 
     def load() -> None:
-        for part in parts:
-            part()
+        random()
+        generators()
 
     return load

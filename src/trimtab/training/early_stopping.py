@@ -10,15 +10,13 @@ from typing import Any
 from torch import Tensor
 
 from trimtab.core import validation
-from trimtab.core.stateful import Load, Stateful, require_keys
+from trimtab.core.stateful import Load, Stateful, checked_state
 from trimtab.core.stopping_rule import Stop, StopReason
 from trimtab.measure.timing import AsyncScalar
 from trimtab.training.hooks import Hook, Outcome
 
 # Decay of the moving average per window. No decision before the average has two thirds of its final weight.
-_KEEP = 0.9
-_MIN_WINDOWS = 10
-_STATE = ("average", "weight", "seen", "pending", "reason", "conditions")
+_KEEP, _MIN_WINDOWS = 0.9, 10
 
 
 class EarlyStopping(Stateful, Hook):
@@ -31,28 +29,27 @@ class EarlyStopping(Stateful, Hook):
     """
 
     def __init__(self, stop: Stop | None) -> None:
-        self._stop, self.wants_norm = stop, stop is not None and stop.grad_norm is not None
+        self._stop, self._limit = stop, None if stop is None else stop.grad_norm
+        self.wants_norm = self._limit is not None
         self._norm: AsyncScalar | float | None = None  # Norm of the last window.
         self._average, self._weight, self._seen = 0.0, 0.0, 0
         self.reason: StopReason | None = None
         self.asked: StopReason | None = None
 
-    @property
-    def _conditions(self) -> dict[str, Any] | None:
-        return None if self._stop is None else asdict(self._stop)
-
     def window_ends(self, outcome: Outcome) -> None:
-        """Take the norm of an applied window."""
         if outcome.applied:
             self.stepped(outcome.grad_norm)
 
     def stepped(self, norm: Tensor | None) -> None:
         """Take the norm of an applied window; it is read at the next applied window."""
-        if not self.wants_norm or norm is None:
+        if self._limit is None or norm is None:
             return
-        pending = self._pending()
-        if pending is not None:
-            self._add(pending)
+        if (pending := self._pending()) is not None:
+            self._average = _KEEP * self._average + (1 - _KEEP) * pending
+            self._weight = _KEEP * self._weight + (1 - _KEEP)
+            self._seen += 1
+            if self._seen >= _MIN_WINDOWS and self._average / self._weight <= self._limit:
+                self.reason = StopReason.GRAD_NORM
         self._norm = AsyncScalar(norm)
 
     def evaluated(self, value: float) -> None:
@@ -70,14 +67,9 @@ class EarlyStopping(Stateful, Hook):
             self._norm = self._norm.read()[0]
         return self._norm if self._norm is not None and math.isfinite(self._norm) else None
 
-    def _add(self, norm: float) -> None:
-        assert self._stop is not None
-        assert self._stop.grad_norm is not None
-        self._average = _KEEP * self._average + (1 - _KEEP) * norm
-        self._weight = _KEEP * self._weight + (1 - _KEEP)
-        self._seen += 1
-        if self._seen >= _MIN_WINDOWS and self._average / self._weight <= self._stop.grad_norm:
-            self.reason = StopReason.GRAD_NORM
+    @property
+    def _conditions(self) -> dict[str, Any] | None:
+        return None if self._stop is None else asdict(self._stop)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the moving average and the stop reason. A stopped run stays stopped under the same conditions.
@@ -90,24 +82,15 @@ class EarlyStopping(Stateful, Hook):
         return average | {"reason": reason, "conditions": self._conditions}
 
     def loading(self, state: Mapping[str, Any]) -> Load:
-        """Return a function that restores a `state_dict()`.
-
-        Raises:
-            FormatError: a key is missing or unknown.
-            ValueGivenError: a value is invalid.
-        """
-        require_keys("state.stop", state, _STATE)
-        average, weight = (
-            validation.number(f"state.stop.{name}", state[name], low=0) for name in ("average", "weight")
-        )
+        others, where = ("pending", "reason", "conditions"), "state.stop"
+        found = checked_state(where, state, integers=("seen",), numbers=("average", "weight"), others=others)
         if state["reason"] is not None:
-            validation.one_of("state.stop.reason", state["reason"], tuple(StopReason))
-        seen = validation.integer("state.stop.seen", state["seen"], low=0)
-        pending = None if state["pending"] is None else validation.number("state.stop.pending", state["pending"], low=0)
+            validation.one_of(f"{where}.reason", state["reason"], tuple(StopReason))
+        pending = None if state["pending"] is None else validation.number(f"{where}.pending", state["pending"], low=0)
         is_over = state["reason"] is not None and state["conditions"] == self._conditions
 
         def load() -> None:
-            self._seen, self._average, self._weight, self._norm = seen, average, weight, pending
-            self.reason = StopReason(state["reason"]) if is_over else None
+            self._seen, self._average, self._weight = found["seen"], found["average"], found["weight"]
+            self._norm, self.reason = pending, StopReason(state["reason"]) if is_over else None
 
         return load

@@ -34,13 +34,9 @@ def data_parallel(model: nn.Module) -> DistributedDataParallel | None:
 
 
 class GradientSync:
-    """Makes DDP reduce once per window, independent of the layers used by each micro-batch.
+    """Makes DDP reduce once per window, independent of the layers used by each micro-batch; does nothing without DDP.
 
     `begin` is called before each forward, since DDP decides there whether the backward will reduce.
-
-    Args:
-        model: a model with or without DDP; nothing is done without DDP.
-        exchange: metadata exchange with the other ranks.
     """
 
     def __init__(self, model: nn.Module, exchange: MetadataExchange) -> None:
@@ -55,13 +51,10 @@ class GradientSync:
             self._outside = [(name, p) for name, p in model.named_parameters() if p not in known]
 
     def require_all(self, optimizer: torch.optim.Optimizer, *, of_user: bool) -> None:
-        """Check that DDP reduces every parameter that the optimizer trains.
+        """Raise `OptimizerError` if the optimizer trains a parameter that DDP does not reduce.
 
         Args:
             of_user: True if the user made the DDP and may reduce other parameters by hand; warns instead of raising.
-
-        Raises:
-            OptimizerError: a trained parameter is outside of DDP.
         """
         if self._model is None or self._exchange.num_ranks == 1:
             return
@@ -106,10 +99,7 @@ class GradientSync:
         """After the last backward of a window, mark parameters without gradient as ready, so that DDP reduces.
 
         A parameter unused on all ranks keeps the gradient None, and the optimizer skips the parameter as in a plain
-        loop. Ranks that used all layers do not wait for other ranks here.
-
-        Raises:
-            RankError: gradients are still not reduced.
+        loop. Ranks that used all layers do not wait for other ranks here. `RankError` if gradients are not reduced.
         """
         if self._model is None or not self._is_last:
             return
@@ -135,9 +125,9 @@ class GradientSync:
         self._skipping.close()
 
     def settle(self, optimizer: torch.optim.Optimizer) -> None:
-        """After the first window, have DDP rebuild its buckets on every rank at the same point.
+        """After the first window, have DDP rebuild the buckets on every rank at the same point.
 
-        DDP would otherwise do so in its next forward, which ranks without data may never enter.
+        DDP would otherwise rebuild in the next forward, never entered by ranks without data.
         """
         if self._model is None or self._is_settled or not self._has_begun:
             return

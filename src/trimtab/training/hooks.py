@@ -1,15 +1,15 @@
 """Hooks of a run: optional parts that act at fixed points of a window. A disabled part is absent.
 
-A run calls the hooks of an event in this order, which is part of the contract between them:
+A run calls the hooks of an event in this order, a contract between the hooks:
 
-1. `OutOfMemoryRetry` takes its snapshot first, before any other hook or the loop changes state.
-2. `BatchSizeController` measures a window from its first micro-batch to its end.
-3. `LeftoverGradientChanges` compares the gradients with those that the run left.
-4. `RankSync` forgets the window only after the others have used the values agreed between ranks.
+1. `OutOfMemoryRetry` takes a snapshot first, before any hook or the loop changes state.
+2. `BatchSizeController` measures a window from the first micro-batch to the end.
+3. `LeftoverGradientChanges` compares the gradients with the gradients left by the run.
+4. `RankSync` forgets the window only after all uses of the values agreed between ranks.
 5. `EarlyStopping` may end the run.
 
-Recording, skipped steps, the growth of micro-batches and the check of the loss are part of `Run.step`, which calls them
-around `window_ends`: a record contains the window before the events that its end causes, and an error of the check
+Recording, skipped steps, the growth of micro-batches and the check of the loss are part of `Run.step`, around
+`window_ends`: a record contains the window before the events caused by the end of the window, and an error of the check
 comes last.
 """
 
@@ -78,33 +78,34 @@ class Hook:
         """Act after an open window was dropped."""
 
 
-EVENTS = tuple(name for name in vars(Hook) if not name.startswith("_"))
+_Methods = tuple[Callable[..., None], ...]
 
 
 class Hooks:
     """The hooks of a run: for each event, the methods to call in order. An event without hooks costs nothing."""
 
-    window_begins: tuple[Callable[..., None], ...]
-    micro_batch_begins: tuple[Callable[..., None], ...]
-    backward_begins: tuple[Callable[..., None], ...]
-    backward_ends: tuple[Callable[..., None], ...]
-    step_begins: tuple[Callable[..., None], ...]
-    gradient_complete: tuple[Callable[..., None], ...]
-    window_ends: tuple[Callable[..., None], ...]
-    window_dropped: tuple[Callable[..., None], ...]
-
     def __init__(self, *hooks: Hook | None) -> None:
-        self._bind([hook for hook in hooks if hook is not None])
+        self._hooks = [hook for hook in hooks if hook is not None]
+        self._bind()
 
-    def _bind(self, hooks: list[Hook]) -> None:
-        self._hooks = hooks
-        for event in EVENTS:
-            default = getattr(Hook, event)
-            setattr(self, event, tuple(getattr(h, event) for h in hooks if getattr(type(h), event) is not default))
+    def _bind(self) -> None:
+        self.window_begins = self._of("window_begins")
+        self.micro_batch_begins = self._of("micro_batch_begins")
+        self.backward_begins = self._of("backward_begins")
+        self.backward_ends = self._of("backward_ends")
+        self.step_begins = self._of("step_begins")
+        self.gradient_complete = self._of("gradient_complete")
+        self.window_ends = self._of("window_ends")
+        self.window_dropped = self._of("window_dropped")
+
+    def _of(self, event: str) -> _Methods:
+        default = getattr(Hook, event)
+        return tuple(getattr(hook, event) for hook in self._hooks if getattr(type(hook), event) is not default)
 
     def remove(self, hook: Hook) -> None:
         """Remove a hook; also allowed while an event is handled."""
-        self._bind([each for each in self._hooks if each is not hook])
+        self._hooks = [each for each in self._hooks if each is not hook]
+        self._bind()
 
 
 @dataclass(frozen=True)

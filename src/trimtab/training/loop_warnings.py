@@ -35,11 +35,7 @@ class LeftoverGradientChanges(Hook):
     In the first window, gradients are compared with their recorded state before each backward and before the step. The
     warning covers gradients that were removed (`zero_grad`), that changed without `run.backward` (a `loss.backward()`
     in the loop or the loss function), and, under a loss scale, that changed before the step without `run.unscale()`
-    (clipping by hand).
-
-    Args:
-        optimizer: holds the parameters.
-        ends: called when the check is over: the first window has ended, was dropped, or its gradients are unscaled.
+    (clipping by hand). `ends` is called with this hook when the check is over.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, ends: Callable[[Hook], None]) -> None:
@@ -48,11 +44,9 @@ class LeftoverGradientChanges(Hook):
         self._ends, self._num_backwards = ends, 0
 
     def window_begins(self, window: Window) -> None:
-        """Record the gradients."""
         self._note()
 
     def backward_begins(self) -> None:
-        """Check gradients before a micro-batch's backward."""
         if not self._has_changed():
             return
         if self._num_backwards == 0:
@@ -67,12 +61,10 @@ class LeftoverGradientChanges(Hook):
             )
 
     def backward_ends(self, rows: int, terms: Count) -> None:
-        """Record the gradients."""
         self._num_backwards += 1
         self._note()
 
     def step_begins(self, *, is_scaled: bool) -> None:
-        """Check gradients before the optimizer's step, and end the check."""
         if any(was is not None and p.grad is None for was, p in zip(self._seen, self._parameters, strict=False)):
             self._warn(
                 "Gradients were removed between run.backward(loss) and run.step(), so that the step changes nothing.",
@@ -86,11 +78,9 @@ class LeftoverGradientChanges(Hook):
         self._end()
 
     def gradient_complete(self, scale: float | Tensor) -> None:
-        """End the check, because the loop may change unscaled gradients."""
         self._end()
 
     def window_dropped(self) -> None:
-        """End the check."""
         self._end()
 
     def _end(self) -> None:
@@ -135,10 +125,9 @@ def warn_of_own_functions(loss: Tensor) -> None:
 
 
 def explained(error: RuntimeError) -> LossError | ModelError | None:
-    """Return an error that explains a failed backward pass; None if the error is not known.
+    """Return an error that explains a failed backward pass; None for unknown errors.
 
-    A `LossError` means that an earlier backward freed the loss's graph, a `ModelError` that a recomputation differed
-    from its forward.
+    A `LossError` means a graph freed by an earlier backward, a `ModelError` a recomputation with another result.
     """
     if isinstance(error, CheckpointError):
         return ModelError(
@@ -167,10 +156,8 @@ def graph_used(error: BaseException) -> LossError | None:
 class UnequalBatches:
     """Warns once if a window joins unequal batches although the loss is not a mean over samples.
 
-    Batches are weighted by their samples, which is wrong for such a loss.
-
-    Attributes:
-        is_on: True if the plan's check found that the loss is not a mean over samples, until the warning.
+    Batches are weighted by samples, a wrong weight for a sum or a mean over tokens. `is_on` is True if the plan's check
+    found such a loss, until the warning.
     """
 
     def __init__(self, plan: Plan) -> None:

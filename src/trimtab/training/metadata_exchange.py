@@ -44,11 +44,7 @@ class MetadataExchange(Protocol):
         """Return the sum of a scalar tensor over all ranks, without synchronising with the device."""
 
     def failed(self, error: BaseException) -> BaseException:
-        """Report the error that ends this rank to the other ranks.
-
-        Returns:
-            The root cause: `error`, or an error of another rank.
-        """
+        """Report this rank's error; return the root cause, possibly an error of another rank."""
 
     def recovered(self) -> None:
         """Withdraw a reported error from which this rank recovered."""
@@ -71,37 +67,29 @@ class SingleProcessExchange:
         self._figures: list[float] | None = None
 
     def ask(self, figures: Figures) -> Callable[[], Gathered]:
-        """Return a function that returns the values."""
         return lambda: [list(figures)]
 
     def put(self, figures: Figures) -> None:
-        """Store the values."""
         self._figures = list(figures)
 
     def take(self) -> Gathered | None:
-        """Return the stored values."""
         figures, self._figures = self._figures, None
         return None if figures is None else [figures]
 
     def share(self, figures: Figures) -> Gathered:
-        """Return the values."""
         return [list(figures)]
 
     def texts(self, own: str) -> list[str]:
-        """Return the text."""
         return [own]
 
     def sum(self, value: Tensor) -> Tensor:
-        """Return the value."""
         return value
 
     def failed(self, error: BaseException) -> BaseException:
-        """Return the error."""
         return error
 
     def recovered(self) -> None:
         """Do nothing."""
 
     def close(self) -> None:
-        """Drop stored values."""
         self._figures = None

@@ -21,11 +21,11 @@ from torch import Tensor
 
 from trimtab.core import validation
 from trimtab.core.errors import NonFiniteError
-from trimtab.core.stateful import Load, Stateful, require_keys
+from trimtab.core.stateful import Load, Stateful, checked_state
 from trimtab.measure.timing import AsyncScalar
 
 POLICIES = ("warn", "error", "skip", "stop", "continue")
-BEFORE_THE_STEP = ("skip", "stop")
+BEFORE_THE_STEP, ENDING = ("skip", "stop"), ("error", "stop")
 # Consecutive skipped steps after which a run raises.
 PATIENCE = 25
 # Smallest useful loss scale, relative to the mean loss; overflows below have another cause.
@@ -42,36 +42,34 @@ _LATE = (
     "Later steps may have been applied, so resume from an earlier checkpoint. "
     f'{_LOOK_FOR} Pass nonfinite="skip" to drop such steps, or nonfinite="stop" to raise before such a step is applied.'
 )
-_COUNTS = ("in_a_row", "lost_in_a_row", "total")
-_BEYOND = "a value of the forward may exceed 65504, the largest fp16 number"
+_COUNTS, _NUMBERS = ("in_a_row", "lost_in_a_row", "total"), ("windows", "share", "lost")
 
 
 Note = Callable[[str, Mapping[str, Any]], None]
 
 
 class Cause(NamedTuple):
-    """Reason for replacing fp16.
-
-    Attributes:
-        code: stable identifier, such as "fp16.overflows".
-        reason: clause for a sentence.
-    """
+    """Reason for replacing fp16: a stable identifier, such as "fp16.overflows", and a clause for a sentence."""
 
     code: str
     reason: str
 
 
 class NonFinitePolicy(Stateful):
-    """Counts skipped steps of a run and applies the non-finite policy.
+    """Counts skipped steps of a run and applies the non-finite policy, an element of `POLICIES` (None means "warn").
 
     Args:
-        policy: an element of `POLICIES`; None means "warn".
-        note: records an event.
         is_alone: True if the loss may be checked; with several ranks a rank only knows its own loss, and ranks must
             agree.
 
     Attributes:
         wants_norm: True if the gradient norm of every window is needed.
+        in_a_row: skipped steps in a row, without overflows of fp16.
+        lost_in_a_row: steps in a row with a non-finite loss of finite data.
+        total: skipped steps.
+        windows: finished windows.
+        share: fraction of the last windows whose gradients overflowed in fp16.
+        lost: fraction of the last windows with a non-finite loss of finite data.
     """
 
     wants_norm: bool
@@ -83,9 +81,8 @@ class NonFinitePolicy(Stateful):
         self._apply(self._own)
         self._asked, self._note, self._has_warned = policy or "warn", note, False
         self._late: tuple[int, AsyncScalar] | None = None
-        self.in_a_row = self.total = 0
-        self._windows = self._share = self._lost = 0.0
-        self._lost_in_a_row = 0
+        self.in_a_row = self.lost_in_a_row = self.total = 0
+        self.windows = self.share = self.lost = 0.0
         self._skips = False
 
     def _apply(self, policy: str | None) -> None:
@@ -95,8 +92,6 @@ class NonFinitePolicy(Stateful):
         """Return True if a window must not be applied. Reads one scalar from the device if the policy requires it.
 
         Args:
-            norm: gradient norm, or None.
-            loss: mean loss of the window.
             scaled: True if the loss scaler checks the gradients, so that only the loss is checked here.
 
         Raises:
@@ -112,16 +107,13 @@ class NonFinitePolicy(Stateful):
         return not found
 
     def is_no_overflow(self, loss: Tensor) -> bool:
-        """Return True if a step was skipped because of a non-finite loss, rather than an overflow of scaled
-        gradients."""
+        """Return True if a step was skipped because of a non-finite loss, not an overflow of scaled gradients."""
         return not self._skips and self._is_alone and not bool(torch.isfinite(loss))
 
     def note(self, loss: Tensor, *, applied: bool, has_bad_data: Callable[[], bool] = lambda: False) -> None:
         """Count a finished window.
 
         Args:
-            loss: mean loss of the window.
-            applied: True if the optimizer stepped.
             has_bad_data: returns True if the data contain NaN; called if the loss is non-finite.
 
         Raises:
@@ -129,12 +121,12 @@ class NonFinitePolicy(Stateful):
         """
         failed = not applied and (self._skips or self.is_no_overflow(loss))
         overflowed, self._skips = not applied and not failed, False
-        looked_back = min(_LOOK_BACK, self._windows + 1)
-        self._share += (float(overflowed) - self._share) / looked_back
+        looked_back = min(_LOOK_BACK, self.windows + 1)
+        self.share += (float(overflowed) - self.share) / looked_back
         lost = failed and not bool(torch.isfinite(loss)) and not has_bad_data()
-        self._lost += (float(lost) - self._lost) / looked_back
-        self._lost_in_a_row = self._lost_in_a_row + 1 if lost else 0
-        self._windows += 1
+        self.lost += (float(lost) - self.lost) / looked_back
+        self.lost_in_a_row = self.lost_in_a_row + 1 if lost else 0
+        self.windows += 1
         self.total += not applied
         self.in_a_row = 0 if applied else self.in_a_row + failed
         if self.in_a_row >= PATIENCE:
@@ -152,28 +144,19 @@ class NonFinitePolicy(Stateful):
             if self._is_alone and not bool(torch.isfinite(loss)):
                 raise _error(f"The loss is {float(loss):g}, and gradients overflow at every loss scale")
             cause = Cause("fp16.overflows_at_any_scale", f"gradients overflow at a loss scale of {scale:g}")
-        elif self._windows >= _LOOK_BACK and self._share >= _TOO_MANY:
-            cause = Cause("fp16.overflows", f"{100 * self._share:.0f}% of the last steps overflowed")
-        elif self._lost_in_a_row >= _LOST_IN_A_ROW:
-            cause = Cause(
-                "fp16.loss_nonfinite", f"the loss of {_LOST_IN_A_ROW} steps in a row is non-finite; {_BEYOND}"
-            )
-        elif self._windows >= _LOOK_BACK and self._lost >= _TOO_MANY_LOST:
-            reason = f"the loss of {100 * self._lost:.0f}% of the last steps is non-finite; {_BEYOND}"
-            cause = Cause("fp16.loss_nonfinite", reason)
+        elif self.windows >= _LOOK_BACK and self.share >= _TOO_MANY:
+            cause = Cause("fp16.overflows", f"{100 * self.share:.0f}% of the last steps overflowed")
+        elif self.lost_in_a_row >= _LOST_IN_A_ROW or (self.windows >= _LOOK_BACK and self.lost >= _TOO_MANY_LOST):
+            reason = f"the loss of {100 * self.lost:.0f}% of the last steps is non-finite; a value of the forward may "
+            cause = Cause("fp16.loss_nonfinite", reason + "exceed 65504, the largest fp16 number")
         if cause is not None:
             self._apply(self._policy or "skip")
         return cause
 
-    @property
-    def _ends_the_run(self) -> bool:
-        return self._asked in ("error", "stop")
-
     def applied(self, step: int, loss: Tensor) -> None:
         """Check the loss of the previous applied step, and keep this step's loss. On a CPU, check this step's loss.
 
-        Raises:
-            NonFiniteError: the loss is non-finite and the policy is "error".
+        `NonFiniteError` if the loss is non-finite and the policy is "error".
         """
         if loss.device.type == "meta" or (self._asked != "error" and (self._asked != "warn" or self._has_warned)):
             return
@@ -185,11 +168,7 @@ class NonFinitePolicy(Stateful):
             self._look_at(before[0], before[1].read()[0])
 
     def over(self, error: BaseException | None = None) -> None:
-        """Check the loss of the last step, unless the run ended with an error.
-
-        Raises:
-            NonFiniteError: see `applied`.
-        """
+        """Check the loss of the last step, as `applied`, unless the run ended with an error."""
         before, self._late = self._late, None
         if error is None and before is not None:
             self._look_at(before[0], before[1].read()[0])
@@ -199,48 +178,32 @@ class NonFinitePolicy(Stateful):
             self.report(f"the loss of step {step} is {loss:g}")
 
     def report(self, what: str) -> None:
-        """Warn once, or raise, because a value has become non-finite.
+        """Warn once, or raise `NonFiniteError` by the policy, because a value has become non-finite.
 
         Args:
             what: clause with the value, such as "the loss of step 3 is nan".
-
-        Raises:
-            NonFiniteError: the policy is "error" or "stop".
         """
-        if self._asked == "continue" or (self._has_warned and not self._ends_the_run):
+        if self._asked == "continue" or (self._has_warned and self._asked not in ENDING):
             return
         if self._note is not None and not self._has_warned:
             self._note("nonfinite", {"found": what, "policy": self._asked})
         self._late, self._has_warned = None, True
-        if self._ends_the_run:
+        if self._asked in ENDING:
             problem = f"Training became non-finite: {what}."
             raise NonFiniteError("training", problem=problem, got=what, hint=_LATE, code="training.nonfinite")
         warnings.warn(f"Training became non-finite: {what}. {_LATE}", RuntimeWarning, stacklevel=4)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the counters and the policy in effect."""
-        counts = {"in_a_row": self.in_a_row, "lost_in_a_row": self._lost_in_a_row, "total": self.total}
-        return counts | {"windows": self._windows, "share": self._share, "lost": self._lost, "policy": self._policy}
+        return {name: getattr(self, name) for name in (*_COUNTS, *_NUMBERS)} | {"policy": self._policy}
 
     def loading(self, state: Mapping[str, Any]) -> Load:
-        """Return a function that restores a `state_dict()`. A policy set for this run takes precedence.
-
-        Raises:
-            UsageError: the state is invalid.
-        """
-        require_keys("state.voids", state, (*_COUNTS, "windows", "share", "lost", "policy"))
-        in_a_row, lost_in_a_row, total = (
-            validation.integer(f"state.voids.{name}", state[name], low=0) for name in _COUNTS
-        )
-        windows, share, lost = (
-            validation.number(f"state.voids.{name}", state[name], low=0) for name in ("windows", "share", "lost")
-        )
+        """Return a function that restores a `state_dict()`. A policy set for this run takes precedence."""
+        found = checked_state("state.voids", state, integers=_COUNTS, numbers=_NUMBERS, others=("policy",))
         if state["policy"] is not None:
             validation.one_of("state.voids.policy", state["policy"], POLICIES)
 
         def load() -> None:
-            self.in_a_row, self._lost_in_a_row, self.total = in_a_row, lost_in_a_row, total
-            self._windows, self._share, self._lost = windows, share, lost
+            vars(self).update(found)
             self._apply(self._own or state["policy"])
 
         return load

@@ -10,7 +10,7 @@ import torch
 
 from trimtab.core import validation
 from trimtab.core.errors import MemoryLimitError
-from trimtab.core.stateful import Load, Stateful, require_keys
+from trimtab.core.stateful import Load, Stateful, checked_state
 
 # Messages of allocators and libraries, compared in lower case.
 _SAYINGS = (
@@ -110,22 +110,14 @@ class MicroBatchLimit(Stateful):
         return self.rows
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of the limit."""
         return {"rows": self.rows, "wait": self._wait, "good": self._good, "grew": self.grew}
 
     def loading(self, state: Mapping[str, Any]) -> Load:
-        """Return a function that restores a `state_dict()`.
-
-        Raises:
-            FormatError: a key is missing or unknown.
-            ValueGivenError: a value is invalid.
-        """
-        require_keys("state.memory", state, ("rows", "wait", "good", "grew"))
+        found = checked_state("state.memory", state, integers=("wait", "good"), others=("rows", "grew"))
         rows = None if state["rows"] is None else validation.integer("state.memory.rows", state["rows"])
-        wait = validation.integer("state.memory.wait", state["wait"])
-        good, grew = validation.integer("state.memory.good", state["good"], low=0), state["grew"] is True
 
         def load() -> None:
-            self.rows, self._wait, self._good, self.grew = rows, wait, good, grew
+            self.rows, self.grew = rows, state["grew"] is True
+            self._wait, self._good = found["wait"], found["good"]
 
         return load

@@ -12,7 +12,6 @@ import statistics
 import time
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -26,28 +25,13 @@ from trimtab.training.accumulation import WindowWeights, or_one, power_of_two
 from trimtab.training.batch import BY_CONTAINERS, BatchSplitting, checksum
 from trimtab.training.hooks import Hook, Outcome
 from trimtab.training.metadata_exchange import Gathered, MetadataExchange
-from trimtab.training.window import AgreedWindow, Window, WindowCallbacks
+from trimtab.training.window import AgreedWindow, Window
 
 # Detection of slow ranks (stragglers).
 
 _WINDOWS = 20  # Consecutive windows in which the same rank must be the slowest.
 # Smallest ratio, and smallest difference in seconds, to the other ranks; smaller delays occur by chance.
 _SHARE, _LEAST_S = 1.5, 0.002
-
-
-@dataclass(frozen=True)
-class SlowRank:
-    """A slow rank.
-
-    Args:
-        rank: the slow rank.
-        seconds: median time per window up to the reduction, of this rank.
-        others_s: median time per window of the other ranks.
-    """
-
-    rank: int
-    seconds: float
-    others_s: float
 
 
 class StragglerDetector:
@@ -57,21 +41,24 @@ class StragglerDetector:
         self._seen: list[tuple[int, float, float]] = []
         self._named: set[int] = set()
 
-    def add(self, seconds: Sequence[float]) -> SlowRank | None:
-        """Add a window's time in seconds of each rank; return a newly detected slow rank, else None."""
+    def add(self, seconds: Sequence[float]) -> tuple[int, float, float] | None:
+        """Add a window's time in seconds up to the reduction, of each rank.
+
+        Returns:
+            A newly detected slow rank, its median time, and the median time of all ranks but the slow rank; or None.
+        """
         slowest = max(range(len(seconds)), key=seconds.__getitem__)
         others = statistics.median(each for rank, each in enumerate(seconds) if rank != slowest)
-        is_late = seconds[slowest] > max(_SHARE * others, others + _LEAST_S)
-        if not is_late or slowest in self._named or (self._seen and self._seen[0][0] != slowest):
+        is_late = seconds[slowest] > max(_SHARE * others, others + _LEAST_S) and slowest not in self._named
+        if not is_late or (self._seen and self._seen[0][0] != slowest):
             self._seen.clear()
-        if not is_late or slowest in self._named:
-            return None
-        self._seen.append((slowest, seconds[slowest], others))
+        if is_late:
+            self._seen.append((slowest, seconds[slowest], others))
         if len(self._seen) < _WINDOWS:
             return None
         self._named.add(slowest)
         _, own, their = zip(*self._seen, strict=True)
-        return SlowRank(slowest, statistics.median(own), statistics.median(their))
+        return slowest, statistics.median(own), statistics.median(their)
 
 
 _NOTHING, _MEAN, _SUM = 0.0, 1.0, 2.0  # Kinds of loss.
@@ -80,7 +67,7 @@ _REASONS = tuple(StopReason)
 
 
 class _RankMessage(NamedTuple):
-    """Message of a rank, of the same width for all kinds, because a rank does not know the other ranks' kinds.
+    """Message of a rank, of equal width for all kinds, because a rank does not know the other ranks' kinds.
 
     Attributes:
         kind: kind of loss or request.
@@ -106,35 +93,10 @@ class _RankMessage(NamedTuple):
     first_batch: float = 0.0
 
 
-@dataclass(frozen=True)
-class RankShare:
-    """This rank's part of a window.
-
-    Args:
-        rows: samples.
-        num_batches: loader batches.
-        terms: number of terms that the loss averages over.
-        is_sum: True if the loss is a `Summed`.
-        limit: samples per micro-batch that fit; None without a limit.
-        stop: reason to stop all ranks after the window, or None.
-        samples: number of samples; None if unknown.
-    """
-
-    rows: int
-    num_batches: int
-    terms: Count
-    is_sum: bool
-    limit: int | None = None
-    stop: StopReason | None = None
-    samples: int | None = None
-
-
 class RankSync(Hook):
     """Metadata exchange of a run with the other ranks. A run of one process has none.
 
     Args:
-        exchange: transport.
-        note: called with an event's name and values.
         in_step: True if every micro-batch has collectives (FSDP2), so that all ranks need equally many.
     """
 
@@ -163,26 +125,37 @@ class RankSync(Hook):
         if self._first_batch is None:
             self._first_batch = float(checksum(batch))
 
-    def tell(self, share: RankShare) -> None:
-        """Send this rank's part of the window, once, without waiting."""
+    def tell(self, window: Window, weights: WindowWeights, limit: int | None, stop: StopReason | None) -> None:
+        """Send this rank's part of the window, once, without waiting.
+
+        Args:
+            limit: samples per micro-batch that fit; None without a limit.
+            stop: reason to stop all ranks after the window, or None.
+        """
         if self.has_told:
             return
         if self._absent is not None:
             self._sum_nothing()
             self._answer = self._exchange.ask(self._absent)
             return
-        terms = share.terms
+        terms = weights.terms
         if isinstance(terms, Tensor) and stays_on_device(terms):
             self._on_device, self._kept_on, terms = self._exchange.sum(terms.double()), terms.device, 0.0
-        kind = _SUM if share.is_sum else _MEAN
-        took_s = time.perf_counter() - self._began
-        said = _RankMessage(
-            kind, self._counted, share.rows, share.num_batches, float(terms), _code_of(share.stop), took_s=took_s
-        )
-        said = said._replace(unknown=float(share.samples is None))
-        said = said._replace(first_batch=self._first_batch or 0.0)
         self._exchange.recovered()
-        self._answer = self._exchange.ask(said if share.limit is None else said._replace(limit=share.limit))
+        self._answer = self._exchange.ask(
+            _RankMessage(
+                kind=_SUM if weights.is_sum else _MEAN,
+                stepped=self._counted,
+                rows=window.rows,
+                num_batches=window.num_batches,
+                terms=float(terms),
+                stop=_code_of(stop),
+                limit=math.inf if limit is None else limit,
+                took_s=time.perf_counter() - self._began,
+                unknown=float(window.samples is None),
+                first_batch=self._first_batch or 0.0,
+            )
+        )
 
     def others_go_on(self, reason: StopReason | None) -> int:
         """Return the number of micro-batches in which this rank, without data, joins other ranks; 0 at the end.
@@ -234,7 +207,7 @@ class RankSync(Hook):
         rows, terms = int(sum(each.rows for each in said)), sum(each.terms for each in said)
         self._warn_of_same([each.first_batch for each in said])
         if _NOTHING not in kinds:
-            self._say(self._straggler.add([each.took_s for each in said]))
+            self._warn_of_straggler(self._straggler.add([each.took_s for each in said]))
         code, limit = int(max(each.stop for each in said)), min(each.limit for each in said)
         return AgreedWindow(
             rows,
@@ -255,22 +228,19 @@ class RankSync(Hook):
             text = f"Ranks {ranks} train on the same samples. Use trimtab.shard(loader) or a DistributedSampler."
             warnings.warn(text, RuntimeWarning, stacklevel=3)
 
-    def _say(self, late: SlowRank | None) -> None:
+    def _warn_of_straggler(self, slow: tuple[int, float, float] | None) -> None:
         """Warn about a slow rank that the other ranks wait for."""
-        if late is not None:
-            self._note("straggler", {"rank": late.rank, "window_s": late.seconds, "others_s": late.others_s})
+        if slow is not None:
+            rank, seconds, others_s = slow
+            self._note("straggler", {"rank": rank, "window_s": seconds, "others_s": others_s})
             text = (
-                f"Rank {late.rank} takes {late.seconds:.3g} s per step, and the other ranks, which take "
-                f"{late.others_s:.3g} s, wait. Compare the data loading and the hardware of rank {late.rank}."
+                f"Rank {rank} takes {seconds:.3g} s per step, and the other ranks, which take {others_s:.3g} s, wait. "
+                f"Compare the data loading and the hardware of rank {rank}."
             )
             warnings.warn(text, RuntimeWarning, stacklevel=3)
 
     def most(self, value: float) -> float:
-        """Return the maximum of a value over all ranks. Waits for all ranks.
-
-        Raises:
-            LossError: another rank has a mean loss; only ranks with `Summed` call this method within a window.
-        """
+        """Return the maximum of a value over all ranks; `LossError` if another rank has a mean loss."""
         if self._asked is not None:
             return self._asked
         said = _all(self._exchange.share(_RankMessage(_ASKS, self._counted, asked=value)))
@@ -278,23 +248,17 @@ class RankSync(Hook):
         return max(each.asked for each in said)
 
     def failed(self, error: BaseException) -> None:
-        """Report to the other ranks the error that ends this rank.
-
-        Raises:
-            RankError: the cause is an error of another rank.
-        """
+        """Report this rank's error to all ranks; raise `RankError` if an error of another rank caused the error."""
         reason = self._exchange.failed(error)
         if reason is not error:
             raise reason from error
 
     def window_ends(self, outcome: Outcome) -> None:
-        """Count the window, and forget what ranks agreed on."""
         self._counted += 1
         self._first_batch = 0.0
         self.window_dropped()
 
     def window_dropped(self) -> None:
-        """Forget what ranks agreed on."""
         self._answer = self._agreed = self._on_device = None
         self._steps = self._absent = self._asked = None
         self._began = time.perf_counter()
@@ -347,12 +311,7 @@ def stays_on_device(terms: Tensor) -> bool:
 
 
 class RankWeights(WindowWeights):
-    """`WindowWeights` for one of several ranks.
-
-    Args:
-        peers: metadata exchange with the other ranks.
-        batch_size: samples of a full loader batch, equal on all ranks.
-    """
+    """`WindowWeights` for one of several ranks; `batch_size` is that of a full loader batch, equal on all ranks."""
 
     def __init__(self, peers: RankSync, batch_size: int) -> None:
         self._peers, self._batch_size = peers, batch_size
@@ -464,7 +423,6 @@ class UnevenInputs(Hook):
             self._kept = self._at_hand
 
     def window_ends(self, outcome: Outcome) -> None:
-        """End a window of the loop."""
         self.trained(applied=outcome.applied)
 
     def trained(self, *, applied: bool) -> None:
@@ -477,17 +435,13 @@ class UnevenInputs(Hook):
         """Return True if another rank has a window although this rank has none. Waits for all ranks.
 
         Args:
-            reason: stop reason of this rank, which all ranks adopt after that window; None at the end of its data.
+            reason: stop reason of this rank, adopted by all ranks after the window; None at the end of the data.
         """
         self._wanted = self._peers.others_go_on(reason)
         return bool(self._wanted)
 
-    def window(self, loop: WindowCallbacks, device: torch.device) -> Window:
-        """Return a padding window.
-
-        Raises:
-            BatchError: this rank never had a batch.
-        """
+    def window(self, run: Any, device: torch.device) -> Window:
+        """Return a padding window; `BatchError` if this rank never had a batch."""
         if not self.is_able:
             raise BatchError(
                 "loader",
@@ -496,6 +450,6 @@ class UnevenInputs(Hook):
                 hint="Give every rank at least one batch; trimtab.shard(loader) divides each batch among all ranks.",
                 code="loader.empty_on_rank",
             )
-        window = Window(loop, (), (), (), device)
+        window = Window(run, (), (), (), device)
         window.pad(self._kept, self._wanted)
         return window

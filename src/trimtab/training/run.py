@@ -32,16 +32,16 @@ from trimtab.training import loop_errors
 from trimtab.training.accumulation import WindowWeights, drop_gradients
 from trimtab.training.apply_plan import apply_plan, lay_out, require_free
 from trimtab.training.backend import Backend, UserBackend, may_retry
-from trimtab.training.batch import BY_CONTAINERS, BatchSplitting, EmptyBatch, NestedLists
+from trimtab.training.batch import BY_CONTAINERS, BatchSplitting, EmptyBatch
 from trimtab.training.batch_size_controller import BatchSizeController
 from trimtab.training.data_position import DataPosition, length_of, require_state_kept
 from trimtab.training.early_stopping import EarlyStopping
 from trimtab.training.hooks import CheckpointHooks, Hooks, Outcome
 from trimtab.training.loop_warnings import LeftoverGradientChanges, UnequalBatches, explained, warn_of_own_functions
 from trimtab.training.nonfinite import Cause, NonFinitePolicy
-from trimtab.training.rank_sync import RankShare, RankSync, RankWeights, UnevenInputs
+from trimtab.training.rank_sync import RankSync, RankWeights, UnevenInputs
 from trimtab.training.split_conditions import for_model
-from trimtab.training.step_recorder import PendingStep, StepRecorder
+from trimtab.training.step_recorder import StepRecorder
 from trimtab.training.training_progress import TrainingProgress
 from trimtab.training.user_hooks import HookChecks
 from trimtab.training.window import AgreedWindow, OpenWindow, Window, WindowIterator, WindowMaker, unshared
@@ -138,7 +138,6 @@ class Run:
             self._consumed.require_counted,
             None if self._control is None else self._control.micro_batch_of,
             None if self._joining is None else self._joining.keep,
-            None if on_trial else NestedLists(),  # Trials reuse one batch, so a loss always gets full copies there.
         )
         self._hooks = Hooks(
             self._retry,
@@ -301,11 +300,7 @@ class Run:
             self._retry.split(window, failure, once=self._control is not None and self._control.ran_out())
 
     def _attempt(self, window: Window, loss_fn: LossFn, *, steps: bool) -> str | None:
-        """Run a window once.
-
-        Returns:
-            The allocator's message if memory ran out and the window can be repeated, else None.
-        """
+        """Run a window once; return the allocator's message if memory ran out and it can be repeated, else None."""
         checks = self._hook_checks
         try:
             for micro in window:
@@ -385,10 +380,8 @@ class Run:
 
     def _tell(self, peers: RankSync) -> None:
         """Send this rank's part of the window to the other ranks, before the gradient is reduced."""
-        window, weights, limit = self._open.window, self._weights, self._retry.limit.rows
-        assert window is not None
-        stop, samples = self._stopping.asked, window.samples
-        peers.tell(RankShare(window.rows, window.num_batches, weights.terms, weights.is_sum, limit, stop, samples))
+        assert self._open.window is not None
+        peers.tell(self._open.window, self._weights, self._retry.limit.rows, self._stopping.asked)
 
     def unscale(self) -> None:
         """Unscale the window's gradients, so that the loop can inspect or change the gradients before `step`.
@@ -494,9 +487,17 @@ class Run:
         if not applied:
             self._precision.keep_scale(where=self._voids.is_no_overflow(self.loss))
         if self.recorder is not None:
-            noise = None if self.noise is None else self.noise.scale
-            rate = applied_rate(self.stepped_by, factor)
-            self.recorder.step(PendingStep.of(outcome, self.loss, rate, self.loss_scale, noise))
+            self.recorder.step(
+                samples=agreed.samples,
+                terms=agreed.terms,
+                loss=self.loss,
+                learning_rate=applied_rate(self.stepped_by, factor),
+                applied=applied,
+                grad_norm=self.grad_norm,
+                loss_scale=self.loss_scale,
+                num_micro_batches=window.num_micro_batches,
+                noise_scale=None if self.noise is None else self.noise.scale,
+            )
         self._open.reset()
         self._weights.close()
         if agreed.reason is not None:
@@ -590,9 +591,8 @@ class Run:
             self._undo.__exit__(type(error) if error else None, error, None)
 
     def _end_record(self, error: BaseException | None) -> None:
-        for each in (self._retry.account(), None if self._control is None else self._control.close()):
-            if each is not None:
-                self.note("account", each)
+        if self._control is not None and (overhead := self._control.close()) is not None:
+            self.note("account", overhead)
         if self.recorder is not None:
             self.recorder.close(self.stop_reason, error)
 
@@ -606,12 +606,11 @@ class Run:
 
     @property
     def loss_share(self) -> float | Tensor:
-        """Weight of this rank's mean loss in the mean over all ranks' samples or tokens.
+        """Weight of this rank's mean loss in the mean over all ranks' samples or tokens; 1.0 in one process.
 
-        The mean over ranks of `weight * mean loss` is the global mean.
-
-        1.0 in one process. Available after the window's last micro-batch. With several ranks, reading it waits for the
-        other ranks' metadata, as `unscale` and `step` do, but does not synchronise with the device.
+        The mean over ranks of `weight * mean loss` is the global mean. Available after the window's last micro-batch.
+        With several ranks, reading it waits for the other ranks' metadata, as `unscale` and `step` do, but does not
+        synchronise with the device.
 
         Raises:
             LoopError: no window is open, or its last micro-batch has not run.
@@ -721,7 +720,7 @@ class Run:
         """Warn, or raise `NonFiniteError`, by the run's policy, because a value (`what`) has become non-finite."""
         self._voids.report(what)
 
-    # Callbacks of the open window (`WindowCallbacks`).
+    # Callbacks of the open window.
 
     def open_window(self, window: Window) -> None:
         """Prepare a window; called by the window before its first micro-batch."""

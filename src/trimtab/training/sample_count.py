@@ -1,9 +1,9 @@
 """Number of samples of a batch, read from its containers.
 
-A tensor or array holds one sample per index of its first dimension, a list of texts or numbers one per item. A list or
-tuple of other items has two readings: rows (one sample per item) or columns (tensors that agree on the first
-dimension). A number of samples is accepted if every leaf agrees with it under some reading, and if one leaf, or two
-lists read as rows, confirm it. Otherwise the number is unknown, and the batch is not split.
+A tensor or array holds a sample per index of the first dimension, a list of texts or numbers a sample per item. A list
+or tuple of further kinds has two readings: rows (a sample per item) or columns (tensors with equal first dimensions). A
+number of samples is accepted if every leaf agrees under some reading, and if a leaf, or two lists read as rows, confirm
+the number. Otherwise the number is unknown, and the batch is not split.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import dataclasses
 import enum
 import itertools
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,22 +20,9 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
-_TEXT_TYPES = (str, bytes)
-CONSTANTS = (
-    *_TEXT_TYPES,
-    bool,
-    int,
-    float,
-    complex,
-    type(None),
-    np.generic,
-    enum.Enum,
-    os.PathLike,
-    torch.dtype,
-    torch.device,
-)
-PLAIN = frozenset({str, bytes, bool, int, float, complex, type(None)})  # Types of most constants.
-_FEW = 8  # Number of items, or of inner lists, that are inspected in a long list.
+PLAIN: frozenset[type] = frozenset({str, bytes, bool, int, float, complex, type(None)})  # Types of most constants.
+CONSTANTS: tuple[type, ...] = (*PLAIN, np.generic, enum.Enum, os.PathLike, torch.dtype, torch.device)
+_LEAVES: tuple[type, ...] = (Tensor, np.ndarray, *CONSTANTS)
 _CHANNELS, _IMAGE_DIMENSIONS = (1, 3, 4), 3
 _MOST_LEAVES = 1000  # Largest number of leaves inspected to explain an unknown number.
 
@@ -59,13 +46,11 @@ class SampleCount(NamedTuple):
 class _CountAgreement(NamedTuple):
     """Agreement of a part of a batch with a number of samples.
 
-    Args:
-        fits: True if the part agrees.
+    Attributes:
         is_free: True if the part agrees with any number.
         is_ambiguous: True if there are two ways to split the part.
         firm: number of leaves that confirm the number.
         row_lists: number of lists read as one sample per item.
-        tensors: number of tensors among the leaves.
         weak: number of tensors in lists of similar items, which do not confirm the number.
         unsliceable: layouts of tensors that a split would have to slice and cannot.
     """
@@ -92,9 +77,8 @@ def read_sample_count(batch: Any) -> SampleCount:
     """Return the number of samples of a batch, and whether the batch can be split."""
     if samples := quick_samples(batch):
         return SampleCount(samples, is_splittable=True)
-    numbers = [number for number in _candidates(batch) if _may_fit(batch, number)]
-    fits = {number: _fit(batch, number, is_root=True) for number in numbers}
-    confirmed = [number for number, fit in fits.items() if _confirms(fit)]
+    fits = {number: _fit(batch, number, is_root=True) for number in sorted(_candidates(batch))}
+    confirmed = [number for number, fit in fits.items() if fit.fits and (fit.firm > 0 or fit.row_lists > 1)]
     rivals = [number for number, fit in fits.items() if fit.weak and number not in confirmed]
     if len(confirmed) != 1 or rivals:
         reason, code = _why_unknown(batch, confirmed + rivals if confirmed else [])
@@ -113,8 +97,7 @@ def read_sample_count(batch: Any) -> SampleCount:
 def quick_samples(batch: Any) -> int:
     """Return the number of samples of a tuple, list or mapping of dense tensors of equal length; else 0.
 
-    Mappings within a mapping, and a single mapping in a tuple, may hold such tensors
-    too; several mappings in a sequence could be samples.
+    Mappings in a mapping, and a single mapping in a tuple, may hold them; several in a sequence could be samples.
     """
     kind, most_mappings = type(batch), 0
     if kind is dict or isinstance(batch, Mapping):
@@ -136,14 +119,9 @@ def quick_samples(batch: Any) -> int:
     return 0 if is_images else samples
 
 
-def is_constant(value: Any) -> bool:
-    """Return True if a value is the same for every sample."""
-    return isinstance(value, CONSTANTS) or (isinstance(value, Tensor | np.ndarray) and value.ndim == 0)
-
-
 def is_leaf(value: Any) -> bool:
     """Return True for a tensor, an array, a constant, or a list or tuple of constants."""
-    return isinstance(value, Tensor | np.ndarray) or is_constant(value) or _is_constants(value)
+    return isinstance(value, _LEAVES) or _is_constants(value)
 
 
 def is_record(value: Any) -> bool:
@@ -187,15 +165,14 @@ def set_fields(value: Any) -> list[str]:
 def leaf_samples(leaf: Any, samples: int | None = None) -> int | None:
     """Return the number of samples of a leaf; None for constants.
 
-    Args:
-        samples: number of samples of the batch. A tuple with this number of texts holds one per sample, as made by
-            `torch.utils.data.default_collate`.
+    In a batch of `samples` samples, a tuple with this number of texts holds one per sample, as made by
+    `torch.utils.data.default_collate`.
     """
     if isinstance(leaf, Tensor | np.ndarray):
         return (leaf.size(0) if isinstance(leaf, Tensor) else leaf.shape[0]) if leaf.ndim else None
     if isinstance(leaf, list):
         return len(leaf) or None
-    is_texts = isinstance(leaf, tuple) and len(leaf) == samples and all(isinstance(item, _TEXT_TYPES) for item in leaf)
+    is_texts = isinstance(leaf, tuple) and len(leaf) == samples and all(isinstance(item, str | bytes) for item in leaf)
     return samples if is_texts else None
 
 
@@ -216,89 +193,38 @@ def _is_constants(value: Any) -> bool:
     return all(isinstance(item, CONSTANTS) for item in value)
 
 
-def levels_of_constants(value: list[Any] | tuple[Any, ...], most: int = 8) -> int:
-    """Return the nesting depth of a list or tuple of plain constants (1), of lists or dicts of constants (2), etc.
+def is_plain(value: Any) -> bool:
+    """Return True for a list or tuple of plain constants, or of lists, tuples or dicts of plain constants.
 
-    For lists within a list, the first item of each list and all items of a few lists are inspected, since a batch may
-    hold a million words.
-
-    Returns:
-        The depth; 0 for other contents or a depth above `most`.
+    Takes no Python call per item, since a batch may hold thousands of texts.
     """
     kinds = set(map(type, value))
     if kinds <= PLAIN:
-        return 1
-    if most < 2 or not kinds <= {list, tuple}:
-        return 2 if most > 1 and kinds == {dict} and PLAIN.issuperset(map(type, _values_of(value))) else 0
-    first = {type(item[0]) for item in value if item}
-    if first <= PLAIN:
-        return 2 if all(PLAIN.issuperset(map(type, item)) for item in value[:: -(-len(value) // _FEW)]) else 0
-    if not first <= PLAIN | {list, tuple}:
-        return 0
-    inner = [levels_of_constants(item, most - 1) for item in value]
-    return 1 + max(inner) if all(inner) else 0
+        return True
+    if kinds == {dict}:
+        return PLAIN.issuperset(map(type, itertools.chain.from_iterable(map(dict.values, value))))
+    return kinds <= {list, tuple} and PLAIN.issuperset(map(type, itertools.chain.from_iterable(value)))
 
 
-class _PossibleCounts(NamedTuple):
-    """Numbers of samples that a part of a batch allows.
+def _candidates(batch: Any) -> set[int]:
+    """Return the numbers of samples to compare with a batch: lengths of lists, and the size of the first leaf."""
+    found = set[int]()
 
-    Args:
-        only: the allowed numbers; None allows any number.
-        hints: likely numbers if any number is allowed.
-    """
+    def is_decided(value: Any) -> bool:
+        if is_leaf(value):
+            size = leaf_samples(value)
+            found.update(() if size is None else (size,))
+            return size is not None
+        if is_sequence(value):
+            found.add(len(value))
+            if _are_free(value, None):
+                return False
+        elif not is_record(value):
+            return True  # Nothing agrees with an object of an unknown class.
+        return any(map(is_decided, container_parts(value)))
 
-    only: set[int] | None
-    hints: frozenset[int] = frozenset()
-
-
-def _possible(value: Any) -> _PossibleCounts:
-    if is_leaf(value):
-        found = leaf_samples(value)
-        return _PossibleCounts(None if found is None else {found})
-    if is_record(value):
-        return _common(container_parts(value))
-    if not is_sequence(value):
-        return _PossibleCounts(set())
-    columns = _common(value)
-    if columns.only is None:
-        return _PossibleCounts(None, columns.hints | {len(value)})
-    return _PossibleCounts({len(value)} | columns.only)
-
-
-def _common(values: Sequence[Any]) -> _PossibleCounts:
-    """Return candidate numbers common to all values: those of a tensor, or of the first value that has samples.
-
-    Each candidate is compared with every value afterwards.
-    """
-    for value in values:
-        if type(value) is Tensor and value.ndim:
-            return _PossibleCounts({value.size(0)})
-    if len(values) > _FEW and _are_constants(values, None):
-        return _PossibleCounts(None)
-    hints: frozenset[int] = frozenset()
-    for value in values:
-        found = _possible(value)
-        if found.only is not None:
-            return found
-        hints |= found.hints
-    return _PossibleCounts(None, hints)
-
-
-def _candidates(batch: Any) -> list[int]:
-    possible = _possible(batch)
-    return sorted(possible.hints if possible.only is None else possible.only)
-
-
-def _may_fit(value: Any, samples: int) -> bool:
-    """Return False if the first items of a batch show another number of samples."""
-    kind = type(value)
-    if kind is Tensor:
-        return not value.ndim or value.size(0) == samples
-    if kind is dict:
-        return all(_may_fit(item, samples) for item in value.values())
-    if (kind is list or kind is tuple) and value and type(value[0]) not in PLAIN:
-        return len(value) == samples or all(_may_fit(item, samples) for item in value[:_FEW])
-    return True
+    is_decided(batch)
+    return found
 
 
 def _fit(value: Any, samples: int, *, is_root: bool = False) -> _CountAgreement:
@@ -357,26 +283,13 @@ def _fit_sequence(value: Sequence[Any], samples: int, *, is_root: bool) -> _Coun
 
 def _columns(value: Sequence[Any], samples: int) -> _CountAgreement:
     """Return the agreement of a list's items with a number of samples if read as columns."""
-    if len(value) > _FEW:
-        if not _fit(value[0], samples).fits:
-            return _NO
-        if _are_constants(value, samples):
-            return _FREE
-    return _combined(value, samples)
+    return _FREE if _are_free(value, samples) else _combined(value, samples)
 
 
-def _are_constants(items: Sequence[Any], samples: int | None) -> bool:
+def _are_free(items: Sequence[Any], samples: int | None) -> bool:
     """Return True for dicts or tuples of constants that agree with any number of samples."""
     kinds = set(map(type, items))
-    if kinds == {dict}:
-        return PLAIN.issuperset(map(type, _values_of(items)))
-    if kinds == {tuple} and samples not in set(map(len, items)):
-        return PLAIN.issuperset(map(type, itertools.chain.from_iterable(items)))
-    return False
-
-
-def _values_of(dicts: Sequence[dict[Any, Any]]) -> Iterable[Any]:
-    return itertools.chain.from_iterable(map(dict.values, dicts))
+    return (kinds == {dict} or (kinds == {tuple} and samples not in set(map(len, items)))) and is_plain(items)
 
 
 def _combined(values: Sequence[Any], samples: int) -> _CountAgreement:
@@ -406,10 +319,6 @@ def _combined(values: Sequence[Any], samples: int) -> _CountAgreement:
     return _CountAgreement(True, is_free, is_ambiguous, firm, row_lists, tensors, weak, unsliceable)
 
 
-def _confirms(fit: _CountAgreement) -> bool:
-    return fit.fits and (fit.firm > 0 or fit.row_lists > 1)
-
-
 def _are_of_one_kind(items: Sequence[Any]) -> bool:
     """Return True if items could be samples: objects of one class, or tensors with equal numbers of dimensions."""
     kinds = set(map(type, items))
@@ -420,18 +329,7 @@ def _are_of_one_kind(items: Sequence[Any]) -> bool:
 
 def _are_alike(items: Sequence[Any]) -> bool:
     """Return True if all items have the same signature. A quick comparison of the first two comes first."""
-    return len(set(map(_opening, items[:2]))) == 1 and len(set(map(_signature, items))) == 1
-
-
-def _opening(value: Any) -> tuple[type, ...]:
-    """Return the classes of a container, of its first item, of the first item within, and so on."""
-    kinds = []
-    while (kind := type(value)) in (dict, list, tuple):
-        kinds.append(kind)
-        if kind is dict or not value:
-            break
-        value = value[0]
-    return tuple(kinds)
+    return len(set(map(_signature, items[:2]))) == 1 and len(set(map(_signature, items))) == 1
 
 
 def _signature(value: Any) -> Any:

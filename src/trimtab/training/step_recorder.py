@@ -6,64 +6,19 @@ import contextlib
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor
-
-from trimtab.core import validation
 from trimtab.core.energy_reading import Energy
 from trimtab.core.errors import SaveError, ValueGivenError
 from trimtab.core.record import End, Evaluation, Event, RecordWriter, StepRecord
-from trimtab.core.stateful import Load, Stateful, require_keys
+from trimtab.core.stateful import Load, Stateful, checked_state
 from trimtab.core.stopping_rule import StopReason
 from trimtab.energy.energy_meter import EnergyClock
-from trimtab.training.hooks import Outcome
 
-Scalar = Tensor | float | int
 _FLUSH_STEPS = 50
-# Seconds between energy events; long compared with the work queued on a device.
-_ENERGY_S = 10.0
-
-
-@dataclass(frozen=True)
-class PendingStep:
-    """One window, with scalars still on the device; fields as in `StepRecord`."""
-
-    rows: int | None
-    num_micro_batches: int
-    terms: Scalar
-    loss: Scalar
-    rate: Scalar | None
-    applied: bool
-    grad_norm: Scalar | None = None
-    loss_scale: float | None = None
-    noise_scale: float | None = None
-
-    @classmethod
-    def of(
-        cls, outcome: Outcome, loss: Tensor, rate: Scalar | None, loss_scale: float | None, noise_scale: float | None
-    ) -> PendingStep:
-        """Return the record of a finished window."""
-        agreed, k = outcome.agreed, outcome.window.num_micro_batches
-        applied, norm = outcome.applied, outcome.grad_norm
-        return cls(agreed.samples, k, agreed.terms, loss, rate, applied, norm, loss_scale, noise_scale)
-
-    def read(self, index: int, wall_s: float) -> StepRecord:
-        """Return the record. Synchronises."""
-        return StepRecord(
-            index,
-            self.rows,
-            float(self.terms),
-            float(self.loss),
-            None if self.rate is None else float(self.rate),
-            wall_s,
-            self.applied,
-            None if self.grad_norm is None else float(self.grad_norm),
-            self.loss_scale,
-            self.num_micro_batches,
-            self.noise_scale,
-        )
+_ENERGY_S = 10.0  # Seconds between energy events; long compared with the work queued on a device.
+_SCALARS = ("terms", "loss", "learning_rate", "grad_norm")  # Fields that may be on the device.
+_Line = tuple[dict[str, Any], float] | Event | Evaluation
 
 
 class StepRecorder(Stateful):
@@ -92,13 +47,21 @@ class StepRecorder(Stateful):
                 code="record.not_writer",
             )
         self._writer = writer
-        self._pending: deque[tuple[PendingStep, float] | Event | Evaluation] = deque()
+        self._pending: deque[_Line] = deque()
         self._index = self._num_pending = 0
         self._train_s, self._last = 0.0, time.perf_counter()
         self._energy, self._energy_from = energy, 0
         self._is_refused = False
         if energy is not None:
-            _checked(energy).start()
+            if not isinstance(energy, EnergyClock):
+                raise ValueGivenError(
+                    "energy",
+                    got=f"a {type(energy).__name__}",
+                    expected="a trimtab.energy.energy_meter.EnergyClock",
+                    hint="Pass energy=EnergyClock(meter).",
+                    code="energy.not_clock",
+                )
+            energy.start()
 
     def require_own(self) -> None:
         """Raise `FormatError` if a new run would overwrite a file that does not belong to it."""
@@ -108,10 +71,10 @@ class StepRecorder(Stateful):
         """Leave an unfinished file unchanged at close, after the run was refused."""
         self._is_refused = self._writer.is_open_ended
 
-    def step(self, step: PendingStep) -> None:
-        """Record one window."""
+    def step(self, **values: Any) -> None:
+        """Record one window: the fields of `StepRecord` but its index and time. Scalars may be on the device."""
         now = time.perf_counter()
-        self._pending.append((step, now - self._last))
+        self._pending.append((values, now - self._last))
         self._train_s, self._last = self._train_s + now - self._last, now
         self._num_pending += 1
         if self._energy is not None:
@@ -120,11 +83,7 @@ class StepRecorder(Stateful):
                 self.event("energy", _joules(self._energy.lap()))
 
     def stepped(self) -> None:
-        """Write pending lines if due; called at the very end of a window.
-
-        Raises:
-            SaveError: writing failed and `on_failure` is None.
-        """
+        """Write pending lines if due, at the end of a window; `SaveError` if this failed without `on_failure`."""
         if self._num_pending >= _FLUSH_STEPS:
             with self._failing():
                 self.flush()
@@ -165,14 +124,12 @@ class StepRecorder(Stateful):
         Raises:
             FormatError: the state is invalid; or, from the returned function, the record is another file or too short.
         """
-        require_keys("state.record", state, ("index", "train_s", "end"))
-        index, end = (validation.integer(f"state.record.{name}", state[name], low=0) for name in ("index", "end"))
-        train_s = validation.number("state.record.train_s", state["train_s"], low=0)
+        found = checked_state("state.record", state, integers=("index", "end"), numbers=("train_s",))
 
         def load() -> None:
-            self._writer.keep(end)
-            self._index = self._energy_from = index
-            self._train_s = train_s
+            self._writer.keep(found["end"])
+            self._index = self._energy_from = found["index"]
+            self._train_s = found["train_s"]
             self._leave_out()
             self._pending.clear()
             self._num_pending = 0
@@ -180,25 +137,20 @@ class StepRecorder(Stateful):
         return load
 
     def flush(self) -> None:
-        """Write pending lines.
-
-        Raises:
-            SaveError: the disk is full. Lines are kept, and each is written once.
-        """
+        """Write pending lines; `SaveError` if the disk is full. Lines are kept, and each is written once."""
         self._hand_over()
         self._writer.flush()
 
     def _hand_over(self) -> None:
         while self._pending:
-            self._write(self._pending.popleft())
+            line = self._pending.popleft()
+            self._writer.write(self._read(*line) if isinstance(line, tuple) else line)
 
-    def _write(self, line: tuple[PendingStep, float] | Event | Evaluation) -> None:
-        if not isinstance(line, tuple):
-            self._writer.write(line)
-            return
-        step, wall_s = line
+    def _read(self, values: dict[str, Any], wall_s: float) -> StepRecord:
+        """Return a step's line. Synchronises."""
+        read = values | {name: float(values[name]) for name in _SCALARS if values.get(name) is not None}
         index, self._index, self._num_pending = self._index, self._index + 1, self._num_pending - 1
-        self._writer.write(step.read(index, wall_s))
+        return StepRecord(index=index, wall_s=wall_s, **read)
 
     def close(self, reason: StopReason | None = None, error: BaseException | None = None) -> None:
         """Write pending lines and the reason of the run's end; the writer stays open for its owner.
@@ -221,18 +173,6 @@ class StepRecorder(Stateful):
             self._writer.write(End("closed" if reason is None else reason.value, detail))
         with self._failing():
             self._writer.flush()
-
-
-def _checked(energy: EnergyClock) -> EnergyClock:
-    if not isinstance(energy, EnergyClock):
-        raise ValueGivenError(
-            "energy",
-            got=f"a {type(energy).__name__}",
-            expected="a trimtab.energy.energy_meter.EnergyClock",
-            hint="Pass energy=EnergyClock(meter).",
-            code="energy.not_clock",
-        )
-    return energy
 
 
 def _joules(energy: Energy) -> dict[str, Any]:

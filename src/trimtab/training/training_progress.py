@@ -9,7 +9,7 @@ from torch import Tensor
 
 from trimtab.core import validation
 from trimtab.core.errors import LossError, ValueGivenError
-from trimtab.core.stateful import Load, Stateful, require_keys
+from trimtab.core.stateful import Load, Stateful, checked_state
 from trimtab.losses import Count
 from trimtab.measure.timing import AsyncScalar
 from trimtab.plans.plan import Plan
@@ -17,6 +17,7 @@ from trimtab.training.batch import samples_unknown
 from trimtab.training.metadata_exchange import MetadataExchange
 
 _COUNTS = ("rows", "windows", "applied")
+_NUMBERS = ("scheduled", "tokens", "per_sample")
 
 
 class TrainingProgress(Stateful):
@@ -34,14 +35,10 @@ class TrainingProgress(Stateful):
         windows: windows finished.
         applied: steps applied.
         scheduled: samples counted by the schedule.
+        tokens: tokens counted.
+        per_sample: tokens per sample of the last window that was read.
         is_scheduled: True if `progress_after` and `advance` have to be called for each window. If not, the samples of
             each window are added to `scheduled`.
-
-    Args:
-        plan: supplies the schedule.
-        total_samples: planned number of samples, or None.
-        total_tokens: planned number of tokens, or None.
-        exchange: metadata exchange with the other ranks.
 
     Raises:
         ValueGivenError: a total is not a number, both are given, or the plan's schedule needs a total and none is
@@ -72,8 +69,8 @@ class TrainingProgress(Stateful):
         self._by_hand, self._batch_size = exchange.has_peers and exchange.num_ranks == 1, 0
         self.rows = self.applied = self.windows = 0
         self.is_scheduled = self._by_hand or self._total_samples is not None or self._total_tokens is not None
-        self.scheduled = self._next = 0.0  # Samples counted by the schedule so far, and of the current window.
-        self._tokens = self._per_sample = 0.0
+        self.scheduled = self.tokens = self.per_sample = 0.0
+        self._next = 0.0  # Samples of the current window, as counted by the schedule.
         self._late: tuple[AsyncScalar, int] | None = None
 
     def require_counted(self, samples: int | None, reason: str) -> None:
@@ -108,20 +105,15 @@ class TrainingProgress(Stateful):
                 "total_samples.",
                 code="loss.no_token_count",
             )
-        if isinstance(tokens, Tensor) and tokens.is_cuda:
-            self._read()
-            if self._per_sample == 0:
-                self._per_sample = float(tokens) / rows
-            return (self._tokens + self._per_sample * rows) / self._total_tokens
-        return (self._tokens + float(tokens)) / self._total_tokens
+        if not isinstance(tokens, Tensor) or not tokens.is_cuda:
+            return (self.tokens + float(tokens)) / self._total_tokens
+        self._read()
+        if self.per_sample == 0:
+            self.per_sample = float(tokens) / rows
+        return (self.tokens + self.per_sample * rows) / self._total_tokens
 
     def advance(self, rows: int, tokens: Count | None) -> None:
-        """Advance the schedule by a finished window; needed only if `is_scheduled`.
-
-        Args:
-            rows: samples of the window, over all ranks.
-            tokens: tokens counted by the loss, or None.
-        """
+        """Advance the schedule by a finished window of `rows` samples over all ranks; needed only if `is_scheduled`."""
         self.scheduled += self._next
         if self._total_tokens is None or tokens is None:
             return
@@ -129,41 +121,19 @@ class TrainingProgress(Stateful):
             self._read()
             self._late = AsyncScalar(tokens), rows
         else:
-            self._tokens += float(tokens)
+            self.tokens += float(tokens)
 
     def _read(self) -> None:
         if self._late is not None:
-            late, rows = self._late
+            (late, rows), self._late = self._late, None
             (tokens,) = late.read()
-            self._tokens, self._per_sample, self._late = self._tokens + tokens, tokens / rows, None
+            self.tokens, self.per_sample = self.tokens + tokens, tokens / rows
 
     def state_dict(self) -> dict[str, Any]:
         """Return the counters. Synchronises if a token count is still on the device."""
         self._read()
-        counts = {"rows": self.rows, "windows": self.windows, "scheduled": self.scheduled, "applied": self.applied}
-        return counts | {"tokens": self._tokens, "per_sample": self._per_sample}
+        return {name: getattr(self, name) for name in (*_COUNTS, *_NUMBERS)}
 
     def loading(self, state: Mapping[str, Any]) -> Load:
-        """Return a function that restores a `state_dict()`.
-
-        Raises:
-            FormatError: a key is missing or unknown.
-            ValueGivenError: a value is invalid.
-        """
-        require_keys("state.consumed", state, ("rows", "windows", "scheduled", "applied", "tokens", "per_sample"))
-        rows, windows, applied = (validation.integer(f"state.consumed.{n}", state[n], low=0) for n in _COUNTS)
-        scheduled, tokens, per_sample = (
-            validation.number(f"state.consumed.{n}", state[n], low=0) for n in ("scheduled", "tokens", "per_sample")
-        )
-
-        def load() -> None:
-            self.windows, self.scheduled = windows, scheduled
-            self.rows, self.applied, self._tokens, self._per_sample, self._late = (
-                rows,
-                applied,
-                tokens,
-                per_sample,
-                None,
-            )
-
-        return load
+        found = checked_state("state.consumed", state, integers=_COUNTS, numbers=_NUMBERS)
+        return lambda: vars(self).update(found, _late=None)

@@ -28,11 +28,7 @@ _IN_DEEPSPEED = "Use every trainable parameter in every step on every rank, or u
 
 
 class ReachedParameters:
-    """The parameters reached by a window's backward passes.
-
-    Args:
-        names: parameter names, equal on every rank.
-    """
+    """The parameters, of names equal on every rank, that a window's backward passes reached."""
 
     def __init__(self, names: Sequence[str]) -> None:
         self.names = names
@@ -66,16 +62,11 @@ class ReachedParameters:
     def require_alike(
         self, loss: Tensor, exchange: MetadataExchange, hint: str, groups: Sequence[int] | None = None
     ) -> None:
-        """Check before a backward that every rank will reach the same parameters; walks the autograd graph.
+        """Raise `RankError` on every rank, before a backward, unless it will reach the same parameters on all ranks.
 
         Args:
-            loss: the loss to call backward on.
-            exchange: metadata exchange with the other ranks.
-            hint: hint for the error message.
+            loss: the loss to call backward on; its autograd graph is walked.
             groups: group number of each parameter; parameters with equal numbers are interchangeable.
-
-        Raises:
-            RankError: ranks differ; raised on every rank.
         """
         ahead = _leaves(loss)
         groups = range(len(self.names)) if groups is None else groups
@@ -92,11 +83,7 @@ class ReachedParameters:
         self._handles.clear()
 
     def error(self, indices: Sequence[int], found: str, hint: str) -> RankError:
-        """Return an error that names the given parameters.
-
-        Args:
-            found: sentence about "these parameters", without period.
-        """
+        """Return an error that names the given parameters; `found` is a sentence about "these parameters"."""
         names = listed([self.names[index] for index in indices])
         return RankError("model", problem=f"{found}: {names}.", got=names, hint=hint, code=UNREDUCED)
 
@@ -126,20 +113,12 @@ class AllParametersCheck:
         self._windows = 0
 
     def begin_backward(self, loss: Tensor) -> None:
-        """In the first windows, compare between ranks the parameters that a backward will reach.
-
-        Raises:
-            RankError: ranks use different parameters; raised on every rank.
-        """
+        """In the first windows, raise `RankError` on every rank unless the backward reaches equal parameters on all."""
         if self._windows < _CHECKED_WINDOWS:
             self._reached.require_alike(loss, self._exchange, _IN_DEEPSPEED)
 
     def end_backward(self, *, last: bool) -> None:
-        """After the last backward of a window, compare the reached parameters between ranks.
-
-        Raises:
-            RankError: a parameter has no gradient on some rank; raised on every rank.
-        """
+        """After a window, raise `RankError` on every rank if a parameter has no gradient on some rank."""
         self._reached.end_micro_batch()
         if not last:
             return
@@ -156,11 +135,9 @@ class AllParametersCheck:
             raise self._reached.error(sorted(each[rank]), found, _IN_DEEPSPEED)
 
     def reset(self) -> None:
-        """Reset after a window was dropped."""
         self._reached.reset()
 
     def close(self) -> None:
-        """Remove the hooks."""
         self._reached.close()
 
 
@@ -171,10 +148,6 @@ class ShardedParameterUse:
     gradients. A parameter unused on all ranks gets no gradient, and the optimizer skips the parameter. Ranks that run
     different blocks raise an error before the step. torch before 2.13 cannot reduce zeros; ranks then raise an error if
     they used different parameters.
-
-    Args:
-        model: the model.
-        exchange: metadata exchange with the other ranks.
 
     Attributes:
         is_needed: False without FSDP2 modules, with an unknown version of FSDP2, or in a single process.
@@ -211,13 +184,10 @@ class ShardedParameterUse:
         return lambda *_: self._require_same(place)
 
     def _require_same(self, place: int) -> None:
-        """In the first windows, check that all ranks are about to run the same block, or the backward.
+        """In the first windows, raise `RankError` on every rank unless all ranks are about to run the same block.
 
         Args:
             place: index of the block that this rank enters, or `_BACKWARD`.
-
-        Raises:
-            RankError: ranks enter different blocks; raised on every rank.
         """
         if not (self._in_forward and self._hooks):
             return
@@ -235,11 +205,7 @@ class ShardedParameterUse:
             )
 
     def begin_backward(self, loss: Tensor) -> None:
-        """In the first windows, compare between ranks the parameters that a backward will reach.
-
-        Raises:
-            RankError: ranks used different layers; raised on every rank.
-        """
+        """In the first windows, raise `RankError` on every rank unless the backward reaches equal parameters on all."""
         self._watch()
         if self._hooks:
             self._require_same(_BACKWARD)
@@ -248,11 +214,7 @@ class ShardedParameterUse:
         self._in_forward = False
 
     def backward(self, run: Callable[[], None]) -> None:
-        """Run a backward pass; after the last of a window, compare the used parameters between ranks.
-
-        Raises:
-            RankError: gradients were not reduced; raised on every rank.
-        """
+        """Run a backward pass; after a window's last, raise `RankError` on every rank if gradients were not reduced."""
         self._watch()
         run()
         self._blocks.append(sorted({self._held[index][0] for index in self._reached.in_micro_batch}))

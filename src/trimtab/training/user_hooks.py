@@ -124,10 +124,7 @@ def require_compatible(
 
     Args:
         hooks: result of `gradient_hooks`.
-        plan: the plan.
-        clip_norm: argument of `trimtab.start`.
-        nonfinite: argument of `trimtab.start`.
-        out_of_memory: argument of `trimtab.start`.
+        clip_norm, nonfinite, out_of_memory: arguments of `trimtab.start`.
 
     Raises:
         ModelError: hooks would receive scaled or split gradients, or would not run.
@@ -206,13 +203,7 @@ def steps_in_backward(field: str, stepped: tuple[Optimizer, ...], given: str) ->
 
 
 def require_saved(model: nn.Module, optimizer: Optimizer, saved: Iterable[Any]) -> None:
-    """Raise `OptimizerError` if hooks step optimizers that the run's checkpoints do not include.
-
-    Args:
-        model: the model with the hooks.
-        optimizer: optimizer of the run.
-        saved: further objects in the checkpoints.
-    """
+    """Raise `OptimizerError` if hooks step optimizers that are not among the `saved` objects of the checkpoints."""
     known = {id(each) for each in (optimizer, *saved)}
     stepped = [each for each in stepped_in_backward(gradient_hooks(model)) if id(each) not in known]
     if stepped:
@@ -309,11 +300,7 @@ _ON_TENSORS = {
 
 
 class ForwardHookCollector(TorchFunctionMode):
-    """Collects hooks registered on tensors while the mode is active.
-
-    Attributes:
-        found: hooks registered by the user.
-    """
+    """Collects the hooks that a user registers on tensors while the mode is active, in `found`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -331,14 +318,12 @@ class ForwardHookCollector(TorchFunctionMode):
 class HookChecks:
     """Gradient hooks of a run, checked at the start, before the first step and in the first forward.
 
+    Errors are those of `require_compatible`.
+
     Attributes:
         found: all hooks.
         is_done: True if no further forward has to be watched. Compiled models are never watched, because an active mode
             would cause a recompilation.
-
-    Raises:
-        ModelError: a hook is incompatible with the plan (`require_compatible`).
-        OptimizerError: a hook is incompatible with the plan (`require_compatible`).
     """
 
     def __init__(

@@ -14,7 +14,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,15 +27,13 @@ from trimtab.techniques.compiled_call import noting_calls
 from trimtab.training.batch import (
     BY_CONTAINERS,
     UNKNOWN,
-    BatchContents,
     BatchSplitting,
     EmptyBatch,
-    NestedLists,
-    contents_of,
-    handed_out,
     holds_nan,
     tensors_in,
+    to_device,
     versions_of,
+    with_new_containers,
 )
 from trimtab.training.loop_errors import BACKWARD
 from trimtab.training.out_of_memory import MicroBatchLimit
@@ -48,51 +46,27 @@ _STEPPED = (
 _FINISH = "Complete the open window with run.step(), or drop it with run.discard()."
 
 
-class WindowCallbacks(Protocol):
-    """Callbacks from a window to the run."""
-
-    def open_window(self, window: Window) -> None:
-        """Called before the first micro-batch is yielded."""
-
-    def begin_micro_batch(self, window: Window, rows: int, *, of_next: bool, last: bool) -> None:
-        """Called before a micro-batch is yielded.
-
-        Args:
-            rows: samples of the micro-batch.
-            of_next: True if it is the first micro-batch of a loader batch.
-            last: True if it is the window's last micro-batch.
-
-        Raises:
-            LoopError: the window is no longer the open window.
-        """
-
-    def end_micro_batch(self, window: Window) -> None:
-        """Called after the loop's body for a micro-batch. Raises `LoopError` unless the body called `backward`."""
-
-
 class Window:
     """The batches of one optimizer step; iterating yields micro-batches on the model's device.
 
     Args:
-        run: receives the callbacks.
         batches: loader batches; their host copies are kept until the window ends.
         rows: samples of each batch, used as weights.
         micro_batches: samples per micro-batch, for each batch.
-        device: device of the micro-batches.
         batching: counts and splits batches.
         samples: total samples; None if unknown, in which case `rows` are equal placeholders.
         may_split: False if the batches cannot be split.
-        inner_lists: decides on copying nested lists for the loss; None always copies.
 
     Attributes:
-        run: the run that made the window.
+        run: the run that made the window; its `open_window`, `begin_micro_batch` and `end_micro_batch` are called.
         rows: total of `rows`.
         num_micro_batches: number of micro-batches, known before the first is yielded.
+        num_padding: number of zero-weight micro-batches at the start of the window.
     """
 
     def __init__(
         self,
-        run: WindowCallbacks,
+        run: Any,
         batches: Sequence[Any],
         rows: Sequence[int],
         micro_batches: Sequence[int],
@@ -101,22 +75,20 @@ class Window:
         batching: BatchSplitting = BY_CONTAINERS,
         samples: int | None = None,
         may_split: bool = True,
-        inner_lists: NestedLists | None = None,
     ) -> None:
         self.rows, self.num_batches = sum(rows), len(batches)
         self.samples, self.may_split = samples, may_split
-        self._batching, self._inner_lists = batching, inner_lists
-        self._contents: tuple[BatchContents | None, ...] = (None,) * len(batches)
+        self._batching = batching
         self._versions: tuple[tuple[int, ...], ...] | None = None
         self.run, self._device = run, device
         self._batches, self._batch_size = tuple(batches), tuple(rows)
         self._micro_batches = tuple(micro_batches)
         self._used = False
-        self._padding, self._num_padding = None, 0
+        self._padding, self.num_padding = None, 0
         self.num_micro_batches = self._count()
 
     def _count(self) -> int:
-        count = self._num_padding
+        count = self.num_padding
         for rows, micro in zip(self._batch_size, self._micro_batches, strict=True):
             count += -(-rows // micro)
         return count
@@ -142,8 +114,7 @@ class Window:
 
     def note_versions(self) -> None:
         """Record the version counters of the batch tensors, to detect in-place changes by the loss."""
-        contents = tuple(map(contents_of, self._batches))
-        self._contents, self._versions = contents, tuple([each.versions() for each in contents])
+        self._versions = tuple(map(versions_of, self._batches))
 
     @property
     def repeat_refusal(self) -> str:
@@ -162,13 +133,8 @@ class Window:
 
     def pad(self, micro_batch: Any, num: int) -> None:
         """Prepend `num` zero-weight micro-batches, so that this rank takes part in other ranks' collectives."""
-        self._padding, self._num_padding = micro_batch, num
+        self._padding, self.num_padding = micro_batch, num
         self.num_micro_batches = self._count()
-
-    @property
-    def num_padding(self) -> int:
-        """Number of zero-weight micro-batches at the start of the window."""
-        return self._num_padding
 
     def match(self, num: int) -> None:
         """Pad the window to `num` micro-batches, the largest number on any rank."""
@@ -189,27 +155,22 @@ class Window:
             )
         self.run.open_window(self)
         self._used = True
-        left, inner = self.num_micro_batches, self._inner_lists
-        for _ in range(self._num_padding):
+        left = self.num_micro_batches
+        for _ in range(self.num_padding):
             left -= 1
             self.run.begin_micro_batch(self, 0, of_next=False, last=left == 0)
-            yield handed_out(self._padding, self._device)
+            yield to_device(with_new_containers(self._padding), self._device)
             self.run.end_micro_batch(self)
-        if inner is not None and inner.is_used:  # The loss raised in an earlier window.
-            inner.dropped()
-        sizes = zip(self._batch_size, self._micro_batches, strict=True)
-        for batch, contents, (rows, micro_batch) in zip(self._batches, self._contents, sizes, strict=True):
+        for batch, rows, micro_batch in zip(self._batches, self._batch_size, self._micro_batches, strict=True):
             parts: Iterable[tuple[Any, int]] = ((batch, rows),)
             if rows > micro_batch:
                 parts = self._batching.slices(batch, rows, micro_batch, is_read=self.may_split)
             of_next = True
-            for micro, micro_batch_samples in parts:
+            for micro, samples in parts:
                 left -= 1
-                self.run.begin_micro_batch(self, micro_batch_samples, of_next=of_next, last=left == 0)
-                yield handed_out(micro, self._device, inner, contents if micro is batch else None)
+                self.run.begin_micro_batch(self, samples, of_next=of_next, last=left == 0)
+                yield to_device(with_new_containers(micro), self._device)
                 self.run.end_micro_batch(self)
-                if inner is not None and inner.is_used:
-                    inner.returned()
                 of_next = False
 
 
@@ -217,20 +178,15 @@ class WindowMaker:
     """Makes the windows of a run.
 
     Args:
-        run: receives the callbacks of the windows.
-        plan: the plan in effect.
-        device: device of the micro-batches.
-        batching: counts and splits batches.
         limit: micro-batch size that fits.
         require_counted: raises `BatchError` if the number of samples is needed; called if it is None.
         adapt: returns the micro-batch for `(samples, planned micro-batch, number of batches)`; None keeps the plan's.
         keep: receives the first batch of a window, its samples and its micro-batch; None without several ranks.
-        inner_lists: decides on copying nested lists for the loss; None always copies.
     """
 
     def __init__(
         self,
-        run: WindowCallbacks,
+        run: Any,
         plan: Plan,
         device: torch.device,
         batching: BatchSplitting,
@@ -238,11 +194,9 @@ class WindowMaker:
         require_counted: Callable[[int | None, str], None],
         adapt: Callable[[int, int, int], int] | None,
         keep: Callable[[Any, int, int], None] | None,
-        inner_lists: NestedLists | None,
     ) -> None:
         self._run, self._plan, self._device, self._batching = run, plan, device, batching
         self._limit, self._require_counted, self._adapt, self._keep = limit, require_counted, adapt, keep
-        self._inner_lists = inner_lists
         self._has_warned, self._is_first = False, True
         self._planned: dict[int, int] = {}  # Planned micro-batch by samples of a loader batch.
 
@@ -280,7 +234,6 @@ class WindowMaker:
             batching=self._batching,
             samples=samples,
             may_split=may_split,
-            inner_lists=self._inner_lists,
         )
 
     def keep(self, batch: Any) -> None:
@@ -290,14 +243,10 @@ class WindowMaker:
             self._keep(batch, rows, rows if reason else self._limit.of(self._plan.micro_batch_of(rows)))
 
     def _sizes(self, batches: Sequence[Any]) -> tuple[list[int], bool, str]:
-        """Return the size of each batch of a window.
+        """Return the size of each batch of a window; True for placeholders; and why batches cannot be split, or "".
 
         If the number of samples of any batch is unknown, every batch gets the size of a full batch, so that batches
         have equal weight, as with `loss / k` in a plain loop.
-
-        Returns:
-            The sizes; True if they are equal placeholders for unknown sizes; the reason why the batches cannot be
-            split, or "".
         """
         readings = [self._batching.read(batch) for batch in batches]
         reason = next((reading.reason for reading in readings if not reading.is_splittable), "")
@@ -345,11 +294,7 @@ class WindowMaker:
 
 
 def unshared(batches: Iterator[Any]) -> Iterator[Any]:
-    """Yield the batches of one window, checking that the loader does not reuse their memory.
-
-    Raises:
-        BatchError: the loader overwrote the tensors of an earlier batch of the same window.
-    """
+    """Yield the batches of one window; `BatchError` if the loader overwrote an earlier batch of the same window."""
     seen: list[tuple[Tensor, int]] = []
     for batch in batches:
         held = [] if isinstance(batch, EmptyBatch) else [*filter(_is_written_noted, tensors_in(batch))]
@@ -371,12 +316,7 @@ def _is_written_noted(tensor: Tensor) -> bool:
 
 
 class WindowIterator(Iterator[Window]):
-    """Windows of one epoch.
-
-    Args:
-        windows: yields the windows. Dropping this object drops the generator, which ends the epoch, as `break` does.
-        length: returns the number of windows; raises `TypeError` if the loader has no length.
-    """
+    """Windows of one epoch. Dropping this object drops the generator, which ends the epoch, as `break` does."""
 
     def __init__(self, windows: Generator[Window, None, None], length: Callable[[], int]) -> None:
         self._windows, self._length = windows, length
@@ -388,11 +328,7 @@ class WindowIterator(Iterator[Window]):
         return next(self._windows)
 
     def __len__(self) -> int:
-        """Return the number of windows; an estimate if the number of batches per window changes.
-
-        Raises:
-            TypeError: the loader has no length.
-        """
+        """Return the number of windows, an estimate if batches per window change; `TypeError` without a length."""
         return self._length()
 
     def __bool__(self) -> bool:
@@ -408,8 +344,6 @@ class AgreedWindow:
     """A window summed over all ranks.
 
     Args:
-        rows: samples of all ranks.
-        terms: terms of all ranks.
         num_batches: loader batches, mean over ranks.
         goes_on: True if any rank has data.
         reason: stop reason of a rank, in effect after this window; None without a stop.
@@ -528,13 +462,10 @@ class ForwardRecorder:
 
 
 def _warn_of_leftover_step(optimizer: torch.optim.Optimizer, *, is_open: bool) -> bool:
-    """Warn if the loop stepped the optimizer itself, which steps parameters twice per window.
+    """Warn if the loop stepped the optimizer itself, which steps parameters twice per window; return True if warned.
 
     Args:
         is_open: True if a window is open, so that the step bypasses the run.
-
-    Returns:
-        True if a warning was given.
     """
     if not any(p.grad is not None for group in optimizer.param_groups for p in group["params"]):
         return False  # A step without gradients changes nothing.

@@ -19,7 +19,6 @@ from trimtab.core.errors import UsageError
 from trimtab.core.recompute_schedule import KeptBlock, RecomputedSegment, schedule_of
 from trimtab.planner.recompute_cost import every_block, keep_all, predict, sqrt_segments
 from trimtab.settings.recompute import use_plan
-from trimtab.techniques import activation_checkpointing
 from trimtab.techniques.activation_checkpointing import use_schedule
 
 L = 6
@@ -603,13 +602,3 @@ def test_statistics_that_were_frozen_and_are_not_any_more_move_once_a_step():
 
     for ours, theirs in zip(both(made(), SCHEDULES["every_block"]), both(made(), keep_all(L)), strict=True):
         assert torch.equal(ours, theirs)
-
-
-def test_buffers_are_noted_by_the_mode_in_which_a_forward_began():
-    norm, rows = nn.BatchNorm1d(4), torch.randn(8, 4)
-    for freezes in (False, True):
-        with activation_checkpointing._SavedBuffers([norm]).noting():
-            norm(rows)
-            norm.train(not freezes)
-    assert activation_checkpointing._moved_by(norm, True) == {"running_mean", "running_var", "num_batches_tracked"}
-    assert activation_checkpointing._moved_by(norm, False) is None

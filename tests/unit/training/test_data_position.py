@@ -331,12 +331,3 @@ def test_a_loader_that_counts_its_passes_goes_on_in_its_own(at, between):
     position.loading(saved)()
     rest, _ = train(position, Counted(), 3, 18 - at)
     assert [seen[:2] for seen in rest] == [seen[:2] for seen in whole[at:]]
-
-
-def test_a_position_from_before_passes_were_counted_is_gone_on_with():
-    position = DataPosition(is_kept=True)
-    next(position.batches([1, 2, 3]))
-    saved = {name: each for name, each in position.state_dict().items() if name != "epoch"}
-    other = DataPosition(is_kept=True)
-    other.loading(saved)()
-    assert list(other.batches([1, 2, 3])) == [2, 3]

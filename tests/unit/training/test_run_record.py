@@ -19,7 +19,7 @@ from trimtab.core.record import End, Header, RecordWriter, read_record
 from trimtab.energy.energy_meter import EnergyClock, GivenWatts, MeterLost, NoMeter
 from trimtab.losses import Summed
 from trimtab.plans.plan import Plan
-from trimtab.training.step_recorder import PendingStep, StepRecorder
+from trimtab.training.step_recorder import StepRecorder
 
 
 def sum_loss(model, batch):
@@ -126,7 +126,7 @@ def world(tmp_path):
 def steps(world, seconds: float, step_s: float = 0.25) -> None:
     for _ in range(round(seconds / step_s)):
         world.now += step_s
-        world.recorder.step(PendingStep(8, 1, 8, 0.5, 0.1, True))
+        world.recorder.step(samples=8, terms=8, loss=0.5, learning_rate=0.1)
 
 
 def ended(world):

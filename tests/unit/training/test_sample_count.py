@@ -611,29 +611,3 @@ def test_a_loss_that_changes_lists_in_long_lists_gets_copies_in_every_step(make,
     items = [make() for _ in range(32)]
     trained({"x": rows(32, 2), "long": tuple(items) if is_tuple else items}, loss_fn)
     assert items == [make() for _ in range(32)]
-
-
-@pytest.mark.parametrize("make", [make for make, _ in INNER.values()], ids=INNER)
-def test_a_loss_that_leaves_lists_in_long_lists_gets_copies_in_few_steps(make):
-    def loss_fn(model, given):
-        assert given["long"] is not batch["long"]
-        are_copied.append(given["long"][5] is not batch["long"][5])
-        return model(given["x"]).mean()
-
-    batch, are_copied = {"x": rows(32, 2), "long": [make() for _ in range(32)]}, []
-    trained(batch, loss_fn, windows=9)
-    assert [index + 1 for index, is_copied in enumerate(are_copied) if is_copied] == [1, 2, 4, 8]
-
-
-def test_a_step_that_changed_the_lists_of_its_batch_first_is_not_repeated():
-    def loss_fn(model, given):
-        calls.append(len(given["x"]))
-        if len(calls) == 3:
-            given["long"][0].append("c")
-            raise torch.OutOfMemoryError("no")
-        return model(given["x"]).mean()
-
-    calls, batch = [], {"x": rows(32, 2), "long": [["a", "b"] for _ in range(32)]}
-    with pytest.raises(torch.OutOfMemoryError):
-        trained(batch, loss_fn, out_of_memory="split")
-    assert calls == [32] * 3
