@@ -184,7 +184,14 @@ def _plan_setup(
         reference = loop_setup.observed_reference(setup, seed, name)
         metering = Metering(energy[0], without=energy[1])
         how: dict[str, Any] = {"budget": limits, "objective": weights, "metering": metering, "progress": progress}
-        made = loop_setup.plan_of(loop_setup.build(setup, seed, name), reference, adapt=adapt or None, **how)
+        loop = loop_setup.build(setup, seed, name)
+        has_step = loop.step is not None
+        made = loop_setup.plan_of(loop, reference, adapt=adapt or None, **how)
+    if has_step:
+        print_error(
+            f"The plan was measured with loss_fn. The step of {name} was used only to observe its precision; "
+            "`trimtab compare` checks that both train alike, and measures the gain over step."
+        )
     try:
         if out is not None:
             made.save(out)

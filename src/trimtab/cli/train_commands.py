@@ -146,6 +146,16 @@ def _refuse_task_options(given: dict[str, Any]) -> None:
             )
 
 
+def _report_finished(found: dict[str, Any], kept: Any, record: Path | None) -> None:
+    """Report on standard error that a resumed run had no step left."""
+    begun = found.get("resumed_at_rows", found.get("resumed_at_samples"))
+    if begun is not None and begun >= found.get("rows", found.get("samples")):
+        print_error(
+            f"This run was already finished after {found['steps']} steps, so no step was trained. Its checkpoints are "
+            f"in {kept.path}" + (f", and its record is {record}." if record else "; no --record was named.")
+        )
+
+
 def _refuse_planning_with(plan_file: Path | None, adapt: str | None, memory: str | None) -> None:
     if plan_file is not None:
         refuse_adapt(adapt, "--plan")
@@ -226,6 +236,7 @@ def train(
         made = plan_of_run(trained.plan, kept=kept, adapt=settings_to_adapt(adapt), **planning)
         with ProgressBar() as progress:
             found = trained.train(made, progress)
+        _report_finished(found, kept, record)
         print_figures(found, as_json=as_json)
         return
     loaded = loop.shortened(batch_size=batch_size, judged_batches=judged)
@@ -254,4 +265,5 @@ def train(
         plan = partial(plan_of_run, make, kept=kept, adapt=settings_to_adapt(adapt), **planning)
         found = train_or_tell(loaded, steps, plan, hours, print_error, checkpoints=kept, **own)
     if here.rank == 0:
+        _report_finished(found, kept, record)
         print_figures(found, as_json=as_json)

@@ -118,9 +118,10 @@ def race(
     subjects = [Subject.of(each, "setup", given) for each in (setup, *others)]
     titles = list(names) or _names_of([each.setup for each in subjects])
     if len(subjects) < 2 or len(titles) != len(subjects) or len(set(titles)) < len(titles) or CONTROL in titles:
+        number = "one loop" if len(subjects) == 1 else f"{len(subjects)} loops"
         raise ValueGivenError(
             "race",
-            got=f"{len(subjects)} loops with the names {', '.join(titles)}",
+            got=f"{number} named {', '.join(titles)}",
             expected="at least two loops, each with its own name",
             code="race.names",
         )

@@ -1,10 +1,10 @@
-"""Result of a comparison of training loops: figures as queries on its table, and as text."""
+"""Result of a comparison of training loops: figures as queries on its table."""
 
 from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -13,29 +13,16 @@ from trimtab.core.errors import FormatError
 from trimtab.core.hardware import DeviceSpec
 from trimtab.core.objective import Reference
 from trimtab.core.serialization import read_json, to_json, write_whole
-from trimtab.core.units import format_bytes, format_joules, format_seconds
 from trimtab.experiments import result_table
-from trimtab.experiments.change_effects import TOGETHER, ChangeEffect, effects_of
-from trimtab.experiments.pages import Bar, figure, scaled_bars, template, thinned
-from trimtab.experiments.result_table import (
-    CONTROL,
-    CPU_SECONDS,
-    ENERGY,
-    FLOPS,
-    PEAK,
-    PLANNED,
-    SECONDS,
-    TUNED,
-    ResultTable,
-)
-from trimtab.experiments.time_to_target import QualityMetric, TargetSpeed, time_to_target
+from trimtab.experiments.change_effects import ChangeEffect, effects_of
+from trimtab.experiments.comparison_page import html_of
+from trimtab.experiments.comparison_text import details_of, screen_of
+from trimtab.experiments.result_table import CONTROL, ENERGY, FLOPS, PLANNED, SECONDS, ResultTable
+from trimtab.experiments.time_to_target import EQUAL_LOSS, QualityMetric, TargetSpeed, time_to_target
 from trimtab.planner.statistics import MIN_PAIRS_FOR_VERDICT, Interval, is_gain, mean_interval, resolution
 from trimtab.plans.plan import Plan
 
-EQUAL_LOSS = 0.5  # Percent of a loss, or points or percent of a metric; the paper's limit on quality (math: section 8).
 SCHEMA = 1
-_BARS = "▁▂▃▄▅▆▇█"
-_POINTS = 40
 
 
 @dataclass(frozen=True)
@@ -218,7 +205,11 @@ class Comparison:
         return failed or any(found is None or found.mean < limit for found in speeds)
 
     def __str__(self) -> str:
-        return text_of(self)
+        return screen_of(self)
+
+    def details(self) -> str:
+        """Return all figures as text, with the quality of the training and the conditions of the measurement."""
+        return details_of(self)
 
     def _repr_html_(self) -> str:
         return html_of(self, is_page=False)
@@ -245,214 +236,3 @@ class Comparison:
     def load(cls, path: str | Path) -> Comparison:
         """Return a result from the JSON file that `save` wrote."""
         return read_json(cls, path)
-
-
-def text_of(found: Comparison) -> str:
-    """Return the result as text: a headline, a line per arm, losses, the resolution of the timing, notes."""
-    lines = [headline_of(found), ""]
-    table = table_of(found)
-    widths = [max(len(row[column]) for row in table) for column in range(len(table[0]))]
-    for row in table:
-        cells = [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))]
-        lines.append("  ".join(cells).rstrip())
-    lines.append("")
-    for arm in found.arms[:2]:
-        if curve := result_table.loss_curve(found.table, arm, 0):
-            lines.append(f"loss  {sparkline([loss for _, loss in curve])}  {arm}")
-    return "\n".join([*lines, *remarks_of(found)])
-
-
-def headline_of(found: Comparison) -> str:
-    """Return the result in a sentence."""
-    arm = TUNED if TUNED in found.arms and found.metric is not None and found.metric.targets else found.arms[1]
-    if arm in found.failures:
-        return f"{arm} failed: {found.failures[arm]}"
-    plan = found.plans.get(arm)
-    words = "" if plan is None else plan.values_in_words(found.changes.get(arm, plan.changes))
-    changes = "" if plan is None else f" ({words})" if words else ", which changes nothing,"
-    known = [each for each in found.times_to_target(arm) if each.speed is not None or each.bound[0] in "<>"]
-    if arm == TUNED and known and found.metric is not None:
-        target = known[-1]
-        said = target.bound if target.speed is None else speed_in_words(target.speed)
-        return (
-            f"{target.verdict}: {arm}{changes} reaches {found.metric.name} {target.target:g} at {said} the speed of "
-            + (f"{found.arms[0]}, planning included")
-        )
-    speed, memory = found.speed(arm), found.memory(arm)
-    parts = [] if speed is None else [f"{speed_in_words(speed)} the speed of {found.arms[0]}"]
-    if memory is not None and abs(1 - memory) >= 0.01:
-        parts.append(f"{abs(1 - memory):.0%} {'less' if memory < 1 else 'more'} memory")
-    return f"{found.verdict(arm)}: {arm}{changes} has " + ", ".join(parts)
-
-
-def speed_in_words(speed: Interval) -> str:
-    """Return a speed with interval; below five pairs with the number of pairs only."""
-    if speed.n < MIN_PAIRS_FOR_VERDICT:
-        return f"{speed.mean:.2f}x (n={speed.n})"
-    return f"{speed.mean:.2f}x (95% {speed.low:.2f} to {speed.high:.2f}, n={speed.n})"
-
-
-def loss_in_words(found: Comparison, arm: str) -> str:
-    """Return a sentence on the equality of losses, or "" without losses."""
-    difference = found.loss_difference(arm)
-    if difference is None:
-        return ""
-    what = f"loss of {arm}, last third: {difference.mean:+.2g}% of the baseline's"
-    if difference.n < MIN_PAIRS_FOR_VERDICT:
-        return f"{what} (n={difference.n})"
-    is_equal = max(abs(difference.low), abs(difference.high)) <= EQUAL_LOSS
-    interval = f"95% {difference.low:+.2g} to {difference.high:+.2g}"
-    return f"{what} ({interval}): {'equal' if is_equal else 'not shown to be equal'} within {EQUAL_LOSS}%"
-
-
-def quality_in_words(found: Comparison, arm: str) -> str:
-    """Return a sentence on the difference of the last evaluations, or "" without a metric."""
-    difference = found.metric_difference(arm)
-    if difference is None or found.metric is None:
-        return ""
-    interval = f", 95% {difference.low:+.2f} to {difference.high:+.2f}" if difference.n > 1 else ""
-    said = f"{found.metric.name} of {arm}: {difference.mean:+.2f}{found.metric.unit_in_words} (n={difference.n}"
-    return f"{said}{interval}): {found.quality_verdict(arm)}"
-
-
-def changes_in_words(found: Comparison) -> list[str]:
-    """Return a sentence for every change of an ablation: speed and verdict, alone and in the plan."""
-    said = dict[str, list[str]]()
-    for effect in found.effects():
-        if effect.speed is not None:
-            words = f"{speed_in_words(effect.speed)} {effect.setting}"
-            if effect.setting != TOGETHER:
-                words += f", {found.verdict_of(effect.speed, effect.arm)}"
-            said.setdefault(effect.change.replace("_", " "), []).append(words)
-    return [f"{change}: {'; '.join(words)}" for change, words in said.items()]
-
-
-def targets_in_words(found: Comparison, arm: str) -> Iterator[str]:
-    """Yield a sentence for every target of an arm: seconds with planning, against the baseline."""
-    for speed in found.times_to_target(arm):
-        assert found.metric is not None
-        ours, theirs = (
-            format_seconds(statistics.median(each)) if math.isfinite(statistics.median(each)) else "not reached"
-            for each in (speed.arm_s, speed.against_s)
-        )
-        known = speed.bound if speed.speed is None else speed_in_words(speed.speed)
-        planning = " with planning" if speed.charged_s else ""
-        yield (
-            f"{found.metric.name} {speed.target:g}: {arm} in {ours}{planning}, {speed.against} in {theirs}; "
-            f"{known}: {speed.verdict}"
-        )
-
-
-def remarks_of(found: Comparison) -> list[str]:
-    """Return the sentences below the table: quality, targets, timing, baseline, failures and caveats."""
-    compared = [arm for arm in found.arms[1:] if arm in found.plans] if found.kind != "ablation" else [found.arms[1]]
-    compared = compared or list(found.arms[1:2])
-    lines = [loss_in_words(found, arm) for arm in compared if arm != TUNED and arm not in found.rivals]
-    lines += [quality_in_words(found, arm) for arm in compared if arm not in found.rivals]
-    lines += [line for arm in compared if arm not in found.rivals for line in targets_in_words(found, arm)]
-    if found.kind == "ablation":
-        lines += changes_in_words(found)
-    for arm, rival in found.rivals.items():
-        if (speed := found.speed(arm, rival)) is not None:
-            lines.append(f"{arm}: {speed_in_words(speed)} the speed of {rival}")
-    if (control := found.control) is not None and control.n >= 2:
-        lines.append(f"timing: two runs of the baseline differ by up to {100 * resolution(control):.2g}%")
-    cpu, wall = found.speed(metric=CPU_SECONDS), found.speed()
-    if cpu is not None and wall is not None and abs(cpu.mean / wall.mean - 1) > 0.1:
-        lines.append(f"by processor time: {speed_in_words(cpu)}")
-    if found.reference is not None:
-        lines.append(f"baseline: {found.reference.describe()}; {found.steps} steps in each of {found.num_pairs} pairs")
-    if found.plan is not None and found.plan.changes:
-        proved = found.plan.proof is not None and found.plan.proof.holds
-        same = "proved to differ from loss_fn's own by rounding only" if proved else "not proved"
-        lines.append(f"training of the plan: {same}; {planning_in_words(found.plan)}".rstrip("; "))
-    if not found.meter.is_absent:
-        lines.append(f"energy: {found.meter.describe()}")
-    lines += [f"{name} failed: {reason}" for name, reason in found.failures.items() if name != found.arms[1]]
-    return [line for line in (*lines, *found.notes) if line]
-
-
-def table_of(found: Comparison) -> list[list[str]]:
-    """Return the main table as cells: a row of headings, and a row per arm that did not fail."""
-    summaries = {arm: summary_of(found, arm) for arm in found.arms if arm not in found.failures}
-    columns = [
-        name for name in next(iter(summaries.values()), {}) if any(each.get(name) for each in summaries.values())
-    ]
-    rows = [["", "speed", *columns]]
-    for arm, summary in summaries.items():
-        speed = None if arm == found.arms[0] else found.speed(arm)
-        shown = "1" if arm == found.arms[0] else "" if speed is None else f"{speed.mean:.2f}x"
-        rows.append([arm, shown, *(summary.get(name, "") for name in columns)])
-    return rows
-
-
-def summary_of(found: Comparison, arm: str) -> dict[str, str]:
-    """Return the figures of an arm in words, by name."""
-    rates, peak = found.terms_per_s(found.arms[0]), found.table.value(PEAK, arm)
-    speed = None if arm == found.arms[0] else found.speed(arm)  # Times the baseline's rate: a single estimate of speed.
-    factor = 1.0 if speed is None else speed.mean
-    joules = result_table.per_sample(found.table, arm, ENERGY)
-    words = {
-        f"{found.terms}/s": f"{factor * statistics.median(rates):,.4g}" if rates else "",
-        "peak memory": "" if peak is None else format_bytes(int(peak)),
-        "energy/sample": format_joules(statistics.median(joules)) if joules else "",
-    }
-    losses = [result_table.loss_curve(found.table, arm, seed) for seed in found.table.seeds_of(arm)]
-    last = [curve[-1][1] for curve in losses if curve]
-    words["last loss"] = f"{statistics.fmean(last):.4g}" if last else ""
-    for name, values in result_table.final_values(found.table, arm).items():
-        words[name] = f"{statistics.fmean(values.values()):.4g}"
-    return words
-
-
-def planning_in_words(plan: Plan | None) -> str:
-    """Return the time of planning in words, or ""."""
-    return "" if plan is None or not plan.planning_s else f"planning took {format_seconds(plan.planning_s)}"
-
-
-def sparkline(values: Sequence[float], width: int = _POINTS) -> str:
-    """Return a line of block characters, each the mean of an equal part of the values."""
-    parts = thinned(values, width)
-    low, high = min(parts), max(parts)
-    scale = (len(_BARS) - 1) / (high - low) if high > low else 0.0
-    return "".join(_BARS[round((value - low) * scale)] for value in parts)
-
-
-def html_of(found: Comparison, *, is_page: bool) -> str:
-    """Return the result as HTML, a whole page or a fragment.
-
-    Raises:
-        DependencyError: jinja2 is not installed.
-    """
-    curves: dict[str, Sequence[tuple[float, float]]] = {
-        arm: result_table.loss_curve(found.table, arm, 0) for arm in found.arms
-    }
-    figures = [figure(curves, "Mean loss of the first pair, by samples trained on", "samples")]
-    if found.metric is not None:
-        evaluated = {arm: result_table.evaluations(found.table, arm, found.metric.name, 0) for arm in found.arms}
-        points = {arm: [(each.seconds, each.value) for each in one] for arm, one in evaluated.items()}
-        figures.append(figure(points, f"{found.metric.name} of the first pair, by seconds of training", "s"))
-    values = {
-        "is_page": is_page,
-        "found": found,
-        "headline": headline_of(found),
-        "table": table_of(found),
-        "bars": _bars(found),
-        "remarks": remarks_of(found),
-        "figures": [each for each in figures if each is not None],
-        "details": {arm: str(plan) for arm, plan in found.plans.items()},
-        "machine": ", ".join(f"{name} {value}" for name, value in found.environment.items() if name != "sources"),
-    }
-    return str(template("comparison.html.jinja").render(values))
-
-
-def _bars(found: Comparison) -> dict[str, list[Bar]]:
-    """Return the bars of speed and of peak memory of the arms that did not fail."""
-    arms = [arm for arm in found.arms if arm not in found.failures]
-    speeds = dict.fromkeys(arms[:1], 1.0)
-    speeds |= {arm: speed.mean for arm in arms[1:] if (speed := found.speed(arm)) is not None}
-    peaks = {arm: peak for arm in arms if (peak := found.table.value(PEAK, arm)) is not None}
-    return {
-        "speed": scaled_bars(speeds, {arm: f"{value:.2f}x" for arm, value in speeds.items()}),
-        "peak memory": scaled_bars(peaks, {arm: summary_of(found, arm)["peak memory"] for arm in peaks}),
-    }

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from trimtab.core.errors import DependencyError
 
-_WIDTH, _HEIGHT, _LEFT, _BELOW = 640, 240, 52, 40  # Of a figure and of its margins, as in the template.
+_WIDTH, _HEIGHT = 1000, 400  # Of a figure, as in the template.
 _POINTS = 200  # Per curve.
 
 
@@ -33,20 +33,6 @@ def template(name: str) -> Any:
     return jinja2.Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True).get_template(name)
 
 
-class Bar(NamedTuple):
-    """A bar of the figure of speed and memory: label, value in words, and length from 0 to 1."""
-
-    label: str
-    value: str
-    length: float
-
-
-def scaled_bars(values: Mapping[str, float], words: Mapping[str, str]) -> list[Bar]:
-    """Return bars with lengths relative to the largest value."""
-    most = max(values.values(), default=1.0)
-    return [Bar(arm, words[arm], value / most) for arm, value in values.items()]
-
-
 class Figure(NamedTuple):
     """Curves of a figure as SVG points, with the ends of both axes in words."""
 
@@ -59,17 +45,20 @@ class Figure(NamedTuple):
 
 
 def figure(curves: Mapping[str, Sequence[tuple[float, float]]], caption: str, unit: str) -> Figure | None:
-    """Return the curves of a figure, scaled to its size; None without a curve of two points."""
-    drawn = {arm: _thinned(curve) for arm, curve in curves.items() if len(curve) > 1}
-    if not drawn:
+    """Return the curves of a figure, scaled to its size; None without a curve of two points.
+
+    An arm with fewer points keeps its place, and with it the colours of the others.
+    """
+    drawn = {arm: _thinned(curve) if len(curve) > 1 else [] for arm, curve in curves.items()}
+    if not any(drawn.values()):
         return None
     flat = [point for curve in drawn.values() for point in curve]
     first, last = min(x for x, _ in flat), max(x for x, _ in flat)
     low, high = min(y for _, y in flat), max(y for _, y in flat)
 
     def place(x: float, y: float) -> str:
-        across = _LEFT + (x - first) / max(last - first, 1e-12) * (_WIDTH - _LEFT - 8)
-        down = 8 + (high - y) / max(high - low, 1e-12) * (_HEIGHT - _BELOW - 8)
+        across = (x - first) / max(last - first, 1e-12) * _WIDTH
+        down = 10 + (high - y) / max(high - low, 1e-12) * (_HEIGHT - 20)
         return f"{across:.1f},{down:.1f}"
 
     points = {arm: " ".join(place(x, y) for x, y in curve) for arm, curve in drawn.items()}

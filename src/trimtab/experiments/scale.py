@@ -6,10 +6,11 @@ single job, and the table covers all jobs in the folder; this allows jobs on sev
 
 from __future__ import annotations
 
+import contextlib
 import re
 import sys
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -144,7 +145,7 @@ def scale(
                 hint="Start the command once for each number of ranks, with the same --out.",
                 code="option.conflict",
             )
-        with process_group(), job_ranks() as together:
+        with _warnings_of_first(here.rank, job), process_group(), job_ranks() as together:
             number = job
             if number is None:
                 with ResultFolder(out, together).claimed(_settings(subject, options), any_threads=True):
@@ -159,6 +160,15 @@ def scale(
     table = Scaling(subject.name, tuple(jobs))
     write_whole(out / FILE, to_json(table))
     return table
+
+
+@contextlib.contextmanager
+def _warnings_of_first(rank: int, job: int | None) -> Iterator[None]:
+    """Show the warnings of rank 0 in the first round only, because the other processes repeat them."""
+    with warnings.catch_warnings():
+        if rank or job:
+            warnings.simplefilter("ignore")
+        yield
 
 
 def _run_rounds(out: Path, options: ScaleOptions, launch: Launch, progress: Progress) -> None:

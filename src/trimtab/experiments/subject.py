@@ -43,6 +43,7 @@ from trimtab.state.process_state import ProcessState
 from trimtab.tasks.task import Task
 from trimtab.techniques.cuda_graphs import steps_to_launch
 from trimtab.training.apply_plan import WINDOWS
+from trimtab.training.split_conditions import warn_of_unproved_split
 
 STEPS, PAIRS = 100, 5
 _LEAD_STEPS = 1
@@ -138,6 +139,8 @@ class Arms:
         self, name: str, setup: Setup, reference: Reference, plan: Plan, *, samples: int | None, horizon: int | None
     ) -> None:
         """Add a loop with a plan; `horizon` are the samples of a plan's learning-rate schedule."""
+        if not self.plans:  # The first plan has every change of the others.
+            warn_of_unproved_split(plan)
         how = {"total_samples": horizon} if plan.schedule.value != "user" else {}
         steps = partial(_planned_steps, plan=plan, options=how)
         hides = plan.engine.value == "deepspeed"
