@@ -107,7 +107,7 @@ def write_and_show(
 ) -> None:
     """Write and print the report of a comparison, race or ablation."""
     from trimtab.experiments.benchmark_rows import benchmark_object
-    from trimtab.experiments.comparison_text import screen_of
+    from trimtab.experiments.comparison import screen_of
     from trimtab.experiments.results import RESULT
 
     folder.mkdir(parents=True, exist_ok=True)

@@ -86,8 +86,7 @@ def clean_hours(
     """
     from trimtab.carbon.services import source_named
     from trimtab.core.units import parse_duration, parse_moment
-    from trimtab.experiments.carbon_aware_training import CarbonRequest
-    from trimtab.experiments.train_command import LowCarbonOptions
+    from trimtab.experiments.train_command import CarbonRequest, LowCarbonOptions
 
     beside = {"--by": by, "--pauses": pauses, "--takes": takes, "--idle-watts": idle_watts, "--dry-run": is_dry or None}
     if source is None:
@@ -203,8 +202,8 @@ def train(
     from trimtab.experiments.loop_training import LoopTraining
     from trimtab.experiments.task_plans import plan_task, task_of_rank
     from trimtab.experiments.task_ranks import ranks_of_job
+    from trimtab.experiments.train import require_trackers
     from trimtab.experiments.train_command import plan_of_run, train_or_tell
-    from trimtab.experiments.train_record import require_trackers
     from trimtab.tasks import Task, load_task_or_setup
     from trimtab.training.nonfinite import POLICIES
 

@@ -17,9 +17,8 @@ from trimtab.carbon.services import IntensitySource
 from trimtab.checkpoint.config import Checkpoints
 from trimtab.experiments import train as train_module
 from trimtab.experiments import train_command
-from trimtab.experiments.carbon_aware_training import CarbonRequest, Clock
 from trimtab.experiments.train import TrainingOptions
-from trimtab.experiments.train_command import LowCarbonOptions
+from trimtab.experiments.train_command import CarbonRequest, Clock, LowCarbonOptions
 from trimtab.plans.plan import Plan
 
 HOUR = 3600.0

@@ -15,8 +15,7 @@ from trimtab.carbon.services import ConstantIntensity
 from trimtab.checkpoint.atomic_directory import committed_folders
 from trimtab.core.errors import FormatError
 from trimtab.core.record import read_record
-from trimtab.experiments.carbon_aware_training import CarbonRequest
-from trimtab.experiments.train_command import LowCarbonOptions, train_clean, train_now
+from trimtab.experiments.train_command import CarbonRequest, LowCarbonOptions, train_clean, train_now
 
 
 @pytest.fixture

@@ -13,8 +13,7 @@ from torch import nn
 
 import trimtab
 from trimtab.core.errors import FormatError, LoopError, ValueGivenError
-from trimtab.experiments.comparison import Comparison
-from trimtab.experiments.comparison_text import sparkline
+from trimtab.experiments.comparison import Comparison, sparkline
 from trimtab.experiments.loops import Loop
 from trimtab.experiments.result_table import CONTROL, PEAK, SAMPLES, SECONDS, ResultTable, Row
 from trimtab.experiments.subject import RunOptions
