@@ -54,7 +54,7 @@ def profile(
     from trimtab.api import Metering
     from trimtab.core.objective import Budget, Objective
     from trimtab.core.serialization import to_json, write_result
-    from trimtab.experiments.profile_text import profile_text
+    from trimtab.experiments.plan_source import profile_text
     from trimtab.experiments.task_plans import profile_task
     from trimtab.tasks import load_task
 

@@ -86,7 +86,7 @@ def clean_hours(
     """
     from trimtab.carbon.services import source_named
     from trimtab.core.units import parse_duration, parse_moment
-    from trimtab.experiments.train_command import CarbonRequest, LowCarbonOptions
+    from trimtab.experiments.train_command import LowCarbonOptions
 
     beside = {"--by": by, "--pauses": pauses, "--takes": takes, "--idle-watts": idle_watts, "--dry-run": is_dry or None}
     if source is None:
@@ -102,8 +102,8 @@ def clean_hours(
     _require_what_they_need(num_ranks, pauses, is_kept=is_kept)
     pause_s = None if pauses is None else parse_duration("--pauses", pauses)
     takes_s = None if takes is None else parse_duration("--takes", takes)
-    wish = CarbonRequest(source_named(source, kind), parse_moment("--by", by, time.time()))
-    return LowCarbonOptions(wish, pause_s, takes_s, watts, idle_watts, is_dry)
+    deadline_s = parse_moment("--by", by, time.time())
+    return LowCarbonOptions(source_named(source, kind), deadline_s, pause_s, takes_s, watts, idle_watts, is_dry)
 
 
 def _refuse_alone(beside: dict[str, Any]) -> None:

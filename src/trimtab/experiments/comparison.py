@@ -554,26 +554,21 @@ def targets_in_words(found: Comparison, arm: str) -> Iterator[str]:
 
 
 def remarks_of(found: Comparison) -> list[str]:
-    """Return the sentences below the table: quality, targets, timing, baseline, failures and caveats."""
-    compared = [arm for arm in found.arms[1:] if arm in found.plans] if found.kind != "ablation" else [found.arms[1]]
-    compared = [arm for arm in compared or found.arms[1:2] if arm not in found.rivals]
+    """Return the sentences below the table: losses, effects of changes, conditions of the measurement, and caveats."""
+    compared = [arm for arm in (PLANNED, TUNED) if arm in found.plans] or found.arms[1:2]
     lines = [loss_in_words(found, arm) for arm in compared if arm != TUNED]
-    lines += [quality_in_words(found, arm) for arm in compared]
-    lines += [line for arm in compared for line in targets_in_words(found, arm)]
-    if found.kind == "ablation":
-        lines += changes_in_words(found)
-    lines += [*_rivals_in_words(found), *_timing_in_words(found)]
+    lines += [*changes_in_words(found), *(line for line in caveats_of(found) if line not in lines)]
     if found.reference is not None:
         loop = f"your loop: {found.reference.describe()}"
         lines.append(f"{loop}; {found.steps} steps in each of {found.num_pairs} pairs")
     if found.plan is not None and found.plan.changes:
         proved = found.plan.proof is not None and found.plan.proof.holds
         same = "proved to differ from loss_fn's own by rounding only" if proved else "not proved"
-        lines.append(f"training of the plan: {same}; {planning_in_words(found.plan)}".rstrip("; "))
+        planning = f"; planning took {format_seconds(found.plan.planning_s)}" if found.plan.planning_s else ""
+        lines.append(f"training of the plan: {same}{planning}")
     if not found.meter.is_absent:
         lines.append(f"energy: {found.meter.describe()}")
-    lines += [f"{name_of(found, arm)} failed: {why}" for arm, why in found.failures.items() if arm != found.arms[1]]
-    return [line for line in (*lines, *found.notes) if line]
+    return [line for line in lines if line]
 
 
 def _rivals_in_words(found: Comparison) -> list[str]:
@@ -593,11 +588,6 @@ def _timing_in_words(found: Comparison) -> Iterator[str]:
     cpu, wall = found.speed(metric=CPU_SECONDS), found.speed()
     if cpu is not None and wall is not None and abs(cpu.mean / wall.mean - 1) > 0.1:
         yield f"by processor time: {speed_in_words(cpu)}; other processes may have been running"
-
-
-def planning_in_words(plan: Plan) -> str:
-    """Return the time of planning in words, or ""."""
-    return "" if not plan.planning_s else f"planning took {format_seconds(plan.planning_s)}"
 
 
 def sparkline(values: Sequence[float], width: int = _POINTS, limits: tuple[float, float] | None = None) -> str:

@@ -7,9 +7,8 @@ import gc
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -21,7 +20,6 @@ from trimtab.checkpoint.signals import Signals
 from trimtab.core.energy_reading import NO_METER
 from trimtab.core.errors import ValueGivenError
 from trimtab.core.objective import Budget
-from trimtab.core.progress import Progress
 from trimtab.core.serialization import read_json, to_jsonable
 from trimtab.core.units import format_moment
 from trimtab.distributed.process_group import job_position
@@ -83,100 +81,21 @@ def wait_until(moment_s: float, clock: Clock) -> float:
     return clock.now() - begun_s
 
 
-class TrainPart(Protocol):
-    """Callback like `train_part`: trains to a pause or to the end; `is_first` is True before any training here."""
-
-    def __call__(self, *, notes: Sequence[Note], is_over: Callable[[], bool], is_first: bool) -> TrainingPart: ...
-
-
-@dataclass(frozen=True)
-class CarbonRequest:
-    """Forecast source, and deadline in seconds since 1970."""
-
-    source: IntensitySource
-    deadline_s: float
-
-
-@dataclass(frozen=True)
-class ScheduledTraining:
-    """Result of scheduled training: the parts, the decision before every part, and the seconds waited."""
-
-    parts: tuple[TrainingPart, ...]
-    decisions: tuple[CarbonSchedule, ...]
-    waited_s: float
-
-    def figures(self) -> dict[str, Any]:
-        """Return the first decision, the seconds waited and the number of pauses."""
-        return {
-            "when": self.decisions[0].describe(),
-            "waited_s": round(self.waited_s, 3),
-            "pauses": len(self.parts) - 1,
-        }
-
-
-def schedule_of_rest(wish: CarbonRequest, work: RemainingWork, done: int, now_s: float) -> CarbonSchedule:
-    """Return the schedule of the remaining work after `done` steps; without a forecast, start now."""
-    forecast, reason = forecast_or_reason(wish.source, now_s)
-    return when_to_train(forecast, work.job(done), now_s, wish.deadline_s, unknown=reason)
-
-
-def train_when_clean(
-    wish: CarbonRequest, work: RemainingWork, done: int, train: TrainPart, say: Callable[[str], None], clock: Clock
-) -> ScheduledTraining:
-    """Wait, train and pause alternately until all steps are done.
-
-    Args:
-        wish: forecast source and deadline.
-        work: the work of the run.
-        done: steps done before this call.
-        train: trains a part.
-        say: receives every decision, before the wait.
-        clock: the wall clock.
-
-    Raises:
-        KeyboardInterrupt, SystemExit: a signal came; training before a pause is saved.
-    """
-    parts, decisions, waited_s = [], [], 0.0
-    while True:
-        found = schedule_of_rest(wish, work, done, clock.now())
-        say(found.describe())
-        waited_s += (here_s := wait_until(found.stretches[0].begin_s, clock))
-        train_next = partial(train, notes=[_note(wish, work, done, found, here_s)], is_first=not parts)
-        part = _stretch(train_next, found, clock)
-        parts.append(part)
-        decisions.append(found)
-        if not part.is_paused:
-            return ScheduledTraining(tuple(parts), tuple(decisions), waited_s)
-        work = replace(work, step_s=part.seconds / (part.done - done), seconds_by="as measured before the pause")
-        done = part.done
-
-
-def _stretch(train: Callable[..., TrainingPart], found: CarbonSchedule, clock: Clock) -> TrainingPart:
-    """Train the first time window of a decision; the last window ends only with the last step."""
-    if len(found.stretches) == 1:
-        return train(is_over=lambda: False)
-    with catch_signals() as signals:  # A signal during start-up or saving would otherwise have no handler.
-        return train(is_over=lambda: signals.came is not None or clock.now() >= found.stretches[0].end_s)
-
-
-def _note(wish: CarbonRequest, work: RemainingWork, done: int, found: CarbonSchedule, waited_s: float) -> Note:
-    by = {"forecast": wish.source.name, "deadline_s": wish.deadline_s, "waited_s": waited_s}
-    return "when_to_train", {**by, **work.describe(done), **to_jsonable(found)}
-
-
 @dataclass(frozen=True)
 class LowCarbonOptions:
     """Options of low-carbon scheduling.
 
     Args:
-        wish: forecast source and deadline.
+        source: source of the forecast.
+        deadline_s: deadline in seconds since 1970.
         pause_s: overhead of a pause in seconds; None forbids pauses.
         takes_s: seconds of the whole run; None to use the plan's prediction.
         watts, idle_watts: given power in watts, or None.
         is_dry: True for a dry run that only computes the schedule.
     """
 
-    wish: CarbonRequest
+    source: IntensitySource
+    deadline_s: float
     pause_s: float | None = None
     takes_s: float | None = None
     watts: float | None = None
@@ -190,15 +109,14 @@ class LowCarbonOptions:
         power = power_of(self.watts, self.idle_watts, measured or predicted, meter)
         return RemainingWork(steps, step_s, seconds_by, power, self.pause_s)
 
-
-class MakesPlan(Protocol):
-    """Makes the plan of a run: `plan_task` for a task, or `LoopTraining.plan`."""
-
-    def __call__(self, *, budget: Budget, adapt: Collection[str], dry_runs: bool, progress: Progress) -> Plan: ...
+    def schedule(self, work: RemainingWork, done: int, now_s: float) -> CarbonSchedule:
+        """Return the schedule of the remaining work after `done` steps; without a forecast, start now."""
+        forecast, reason = forecast_or_reason(self.source, now_s)
+        return when_to_train(forecast, work.job(done), now_s, self.deadline_s, unknown=reason)
 
 
 def plan_of_run(
-    make: MakesPlan,
+    make: Callable[..., Plan],
     *,
     file: Path | None,
     kept: Checkpoints | None,
@@ -211,7 +129,7 @@ def plan_of_run(
     A run resumed on a different number of ranks gets a new plan, if "ranks" and "plan" changes are accepted.
 
     Args:
-        make: makes a plan.
+        make: makes a plan: `plan_task` for a task, or `LoopTraining.plan`.
         file: path of a plan, or None.
         kept: checkpoint settings, or None.
         budget, adapt, dry_runs: as in `trimtab.plan`.
@@ -287,26 +205,47 @@ def train_or_tell(
 
 
 def train_clean(asked: TrainingOptions, hours: LowCarbonOptions, say: Callable[[str], None]) -> dict[str, Any]:
-    """Train in low-carbon hours and evaluate; return the figures of `train_now` with the scheduling decisions.
+    """Wait, train and pause alternately until all steps are done; return the figures with the scheduling decisions.
 
     Args:
         asked: options of the run.
         hours: options of low-carbon scheduling.
         say: receives every decision, before the wait.
+
+    Raises:
+        KeyboardInterrupt, SystemExit: a signal came; training before a pause is saved.
     """
-
-    def train(*, notes: Sequence[Note], is_over: Callable[[], bool], is_first: bool) -> TrainingPart:
-        kept = asked.checkpoints
-        next_one = asked if is_first or kept is None else replace(asked, checkpoints=replace(kept, resume="always"))
-        with ProgressBar() as progress:
-            return train_part(next_one, progress, notes=notes, is_over=is_over)
-
     done = steps_done(asked.checkpoints, asked.task)
     if done >= asked.steps:
         return train_now(asked)
-    work = hours.work(asked.plan, asked.steps)
-    waited = train_when_clean(hours.wish, work, done, train, say, Clock())
-    return figures_of(asked.task, asked.steps, waited.parts) | waited.figures()
+    clock, work = Clock(), hours.work(asked.plan, asked.steps)
+    parts, decisions, waited_s = list[TrainingPart](), list[CarbonSchedule](), 0.0
+    while not parts or parts[-1].is_paused:
+        found = hours.schedule(work, done, clock.now())
+        decisions.append(found)
+        say(found.describe())
+        here_s = wait_until(found.stretches[0].begin_s, clock)
+        waited_s += here_s
+        by = {"forecast": hours.source.name, "deadline_s": hours.deadline_s, "waited_s": here_s}
+        note = "when_to_train", {**by, **work.describe(done), **to_jsonable(found)}
+        parts.append(_stretch(asked, [note], found, clock))
+        if parts[-1].is_paused:
+            step_s = parts[-1].seconds / (parts[-1].done - done)
+            work, done = replace(work, step_s=step_s, seconds_by="as measured before the pause"), parts[-1].done
+            if asked.checkpoints is not None:
+                asked = replace(asked, checkpoints=replace(asked.checkpoints, resume="always"))
+    waits = {"waited_s": round(waited_s, 3), "pauses": len(parts) - 1}
+    return figures_of(asked.task, asked.steps, parts) | {"when": decisions[0].describe()} | waits
+
+
+def _stretch(asked: TrainingOptions, notes: Sequence[Note], found: CarbonSchedule, clock: Clock) -> TrainingPart:
+    """Train the first time window of a decision; the last window ends only with the last step."""
+    with ProgressBar() as progress:
+        if len(found.stretches) == 1:
+            return train_part(asked, progress, notes=notes)
+        with catch_signals() as signals:  # A signal during start-up or saving would otherwise have no handler.
+            is_over = lambda: signals.came is not None or clock.now() >= found.stretches[0].end_s  # noqa: E731
+            return train_part(asked, progress, notes=notes, is_over=is_over)
 
 
 def train_now(asked: TrainingOptions) -> dict[str, Any]:
@@ -331,9 +270,9 @@ def carbon_outlook(
             hint="Raise --steps.",
             code="run.complete",
         )
-    found = schedule_of_rest(hours.wish, work, done, Clock().now())
+    found = hours.schedule(work, done, Clock().now())
     stretches = [f"{format_moment(begin_s)} to {format_moment(end_s)}" for begin_s, end_s in found.stretches]
-    by = {"task": task.name, "by": format_moment(hours.wish.deadline_s), "forecast": hours.wish.source.name}
+    by = {"task": task.name, "by": format_moment(hours.deadline_s), "forecast": hours.source.name}
     said = {**by, **work.describe(done), "when": found.describe(), "stretches": ", ".join(stretches)}
     figures = {"grams": found.grams, "start_now_g": found.start_now_g, "saved_share": found.saved_share}
     return said | {"seconds": found.work_s} | figures
