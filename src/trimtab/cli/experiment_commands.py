@@ -82,7 +82,7 @@ def running(loop: Any, num_ranks: int, **given: Any) -> Iterator[Any]:
     from trimtab.distributed.launch import launch
     from trimtab.distributed.process_group import job_position, process_group
     from trimtab.experiments.subject import RunOptions
-    from trimtab.experiments.task_ranks import job_ranks, ranks_of_job, refuse_on_ranks
+    from trimtab.experiments.task_plans import job_ranks, ranks_of_job, refuse_on_ranks
     from trimtab.tasks import Task
 
     wanted, here = ranks_of_job(num_ranks), job_position()
@@ -365,8 +365,8 @@ def report(
 def _show_result(found: Any, file: Path, folder: Path, *, as_json: bool, verbose: bool) -> None:
     from trimtab.core.record import RunSummary
     from trimtab.core.serialization import write_whole
+    from trimtab.experiments.pages import run_page
     from trimtab.experiments.phase_result import PhaseResult
-    from trimtab.experiments.run_page import run_page
     from trimtab.experiments.scaling import Scaling
 
     if isinstance(found, PhaseResult):

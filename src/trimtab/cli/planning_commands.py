@@ -30,7 +30,7 @@ def doctor(as_json: Json = False) -> None:
     """Check the devices, libraries and meters of this machine, and print installation hints for missing parts."""
     from trimtab.experiments.doctor import diagnose
 
-    findings = diagnose()
+    findings = tuple(diagnose())
     if as_json:
         print_json({"schema": 1, "name": "doctor", "rows": [vars(f) for f in findings]})
         return

@@ -200,8 +200,7 @@ def train(
     from trimtab.distributed.launch import launch
     from trimtab.distributed.process_group import job_position, process_group
     from trimtab.experiments.loop_training import LoopTraining
-    from trimtab.experiments.task_plans import plan_task, task_of_rank
-    from trimtab.experiments.task_ranks import ranks_of_job
+    from trimtab.experiments.task_plans import plan_task, ranks_of_job, task_of_rank
     from trimtab.experiments.train import require_trackers
     from trimtab.experiments.train_command import plan_of_run, train_or_tell
     from trimtab.tasks import Task, load_task_or_setup

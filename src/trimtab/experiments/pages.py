@@ -1,14 +1,17 @@
-"""Pages of HTML without outside references: templates, and the figures in them."""
+"""Pages of HTML without outside references: templates, figures, and the page of a run's record."""
 
 from __future__ import annotations
 
 import functools
 import itertools
+import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from trimtab.core.errors import DependencyError
+from trimtab.core.record import Event, RunRecord, RunSummary, summary_of
+from trimtab.core.units import format_seconds
 
 _WIDTH, _HEIGHT = 1000, 400  # Of a figure, as in the template.
 _POINTS = 200  # Per curve.
@@ -75,3 +78,67 @@ def thinned(values: Sequence[float], number: int) -> list[float]:
 def _thinned(curve: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
     xs, ys = zip(*((point[0], point[1]) for point in curve), strict=True)
     return list(zip(thinned(xs, _POINTS), thinned(ys, _POINTS), strict=True))
+
+
+# The page of a run's record.
+
+_ENDS = {
+    "closed": "completed",
+    "budget": "completed its budget",
+    "grad_norm": "stopped at the limit of the gradient norm",
+    "target": "stopped at its target",
+    "interrupted": "interrupted, can be resumed",
+    "error": "ended by an error",
+}
+
+
+def run_page(found: RunRecord | RunSummary) -> str:
+    """Return the page. Strings from outside are escaped.
+
+    Raises:
+        DependencyError: jinja2 is not installed.
+    """
+    record = summary_of(found) if isinstance(found, RunRecord) else found
+    end = "the record has no end (killed or still running)"
+    end = end if record.end is None else _ENDS.get(record.end.reason, record.end.reason)
+    return str(
+        template("run.html.jinja").render(
+            title=f"{record.header.name}: {end}",
+            trained=_trained(record),
+            figures=list(figures_of(record)),
+            events=[(event.step, event.name, _detail(event)) for event in record.events],
+        )
+    )
+
+
+def _trained(record: RunSummary) -> str:
+    """Return a summary of the training."""
+    steps = record.steps
+    samples, seconds = steps.trained()
+    of = "an unknown number of" if steps.has_unknown_samples else f"{samples:,}"
+    return f"{len(steps)} steps with {of} samples in {format_seconds(seconds)}, {steps.num_skipped} skipped"
+
+
+def figures_of(record: RunSummary) -> Iterator[Figure]:
+    """Yield the curves of a run; noise scale and micro-batches only if informative."""
+    steps = record.steps
+    columns: dict[str, Sequence[float]] = {"mean loss per term": steps.loss}
+    if len(set(steps.num_micro_batches)) > 1:
+        columns["micro-batches per step"] = steps.num_micro_batches
+    columns["gradient noise scale, in samples"] = steps.noise_scale
+    columns["learning rate of the first parameter group"] = steps.learning_rate
+    # If some step has an unknown number of samples, the x axis counts steps.
+    counts = itertools.repeat(1, len(steps)) if steps.has_unknown_samples else steps.rows
+    samples = list(itertools.accumulate(counts))
+    unit = "steps" if steps.has_unknown_samples else "samples"
+    for label, values in columns.items():
+        points = [(float(x), y) for x, y in zip(samples, values, strict=True) if math.isfinite(y)]
+        if (found := figure({label: points}, label, unit)) is not None:
+            yield found
+
+
+def _detail(event: Event) -> str:
+    parts = (
+        f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}" for name, value in event.detail.items()
+    )
+    return ", ".join(parts)

@@ -41,8 +41,7 @@ from trimtab.experiments.result_table import BASELINE, PLANNED, ResultTable
 from trimtab.experiments.scaling import ALONE, FILE, MODES, Scaling, ScalingJob
 from trimtab.experiments.subject import Arms, RunOptions, Subject, plain_options, process_kept
 from trimtab.experiments.task_loops import Setup
-from trimtab.experiments.task_plans import task_of_rank
-from trimtab.experiments.task_ranks import job_ranks, refuse_on_ranks, require_same_task
+from trimtab.experiments.task_plans import job_ranks, refuse_on_ranks, require_same_task, task_of_rank
 from trimtab.measure.machine import environment
 from trimtab.planner.multi_rank_plan import for_one_process, for_replicas
 from trimtab.plans.plan import Plan

@@ -31,8 +31,7 @@ from trimtab.experiments.result_folder import ResultFolder
 from trimtab.experiments.result_table import LOSS, ResultTable, Row
 from trimtab.experiments.step_check import check_step
 from trimtab.experiments.task_loops import STRICT, Setup, TaskLoops
-from trimtab.experiments.task_plans import require_fits, task_of_rank
-from trimtab.experiments.task_ranks import refuse_on_ranks, require_same_task
+from trimtab.experiments.task_plans import refuse_on_ranks, require_fits, require_same_task, task_of_rank
 from trimtab.experiments.time_to_target import QualityMetric
 from trimtab.measure.machine import device_spec, environment
 from trimtab.planner.multi_rank_plan import for_replicas

@@ -29,7 +29,7 @@ from trimtab.distributed.process_group import job_position, total
 from trimtab.distributed.rank_energy import meter_of_rank
 from trimtab.distributed.sharded_loader import shard
 from trimtab.energy.energy_meter import EnergyClock
-from trimtab.experiments.task_ranks import require_same_task
+from trimtab.experiments.task_plans import require_same_task
 from trimtab.integrations.trackers import tracker_named
 from trimtab.integrations.tracking import TrackedRecord
 from trimtab.losses import parts_of

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import struct
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -276,3 +278,12 @@ def test_a_limit_judges_plans_against_their_rivals_and_all_loops_of_a_race():
     assert not replace(found, failures={"strict": "diverged"}).is_below(1.05)
     assert replace(found, failures={"plan": "diverged"}).is_below(1.05)
     assert replace(found, kind="race", plans={}).is_below(1.05)
+
+
+def test_the_picture_of_a_report_is_small_and_fits_a_page():
+    picture = (Path(__file__).parents[3] / "docs" / "figures" / "report.png").read_bytes()
+    assert picture[:8] == b"\x89PNG\r\n\x1a\n"
+    assert len(picture) <= 150 * 1024
+    width, height = struct.unpack(">II", picture[16:24])
+    assert 600 <= width <= 1600
+    assert height <= 2 * width
