@@ -289,14 +289,16 @@ def screen_of(found: Comparison, width: int = _WIDTH, report: str = "") -> str:
     blocks.append(_sparklines(found, width))
     if found.kind != "ablation":
         blocks += [_changes(found, arm, width) for arm in (PLANNED, TUNED)]
-    caveats = [line for each in caveats_of(found) for line in _wrapped(each, width)]
-    end = [f"report: {report}"] if report else []
     lines = [line for block in blocks if block for line in (*block, "")]
-    most = _LINES - len(end) + (0 if found.kind == "comparison" else len(found.arms))
-    lines = [*lines, *caveats]
-    if len(lines) > most:
-        lines = [*lines[: most - 1], "More: --verbose, or the report."]
-    return "\n".join([*lines, *end]).rstrip()
+    most = _LINES + (0 if found.kind == "comparison" else len(found.arms)) - bool(report)
+    caveats = [_wrapped(each, width) for each in caveats_of(found)]
+    if len(lines) + sum(map(len, caveats)) > most:
+        lines = lines[: most - 1]
+        room = most - 1 - len(lines)
+        kept = [each for index, each in enumerate(caveats) if sum(map(len, caveats[: index + 1])) <= room]
+        caveats = [*kept, ["More: --verbose, or the report."]]
+    lines += [line for each in caveats for line in each]
+    return "\n".join([*lines, f"report: {report}" if report else ""]).rstrip()
 
 
 def headline_of(found: Comparison) -> str:
@@ -369,7 +371,7 @@ def _effects(found: Comparison) -> list[str]:
     rows: dict[str, list[str]] = {}
     for effect in found.effects():
         if effect.setting != TOGETHER and effect.speed is not None:
-            row = rows.setdefault(effect.change, [effect.change.replace("_", " "), "", "", ""])
+            row = rows.setdefault(effect.change, [words_of(effect.change), "", "", ""])
             words = f"{effect.speed.mean:.2f}x {found.verdict_of(effect.speed, effect.arm)}"
             row[1 if effect.setting == ALONE else 2] = words
             if effect.setting == ALONE and effect.memory is not None:
@@ -393,10 +395,12 @@ def _sparklines(found: Comparison, width: int) -> list[str]:
 def _changes(found: Comparison, arm: str, width: int) -> list[str]:
     """Return a line per change of a plan, with the value in the user's loop and in the plan."""
     changes = changes_of_arm(found, arm)
+    also = arm == TUNED and set(changes_of_arm(found, PLANNED)) & set(changes)
+    changes = [each for each in changes if not also or each not in also]
     if not changes:
         return []
     size = max(len(name) for name, _, _ in changes)
-    lines = [f"changes of {name_of(found, arm)}:"]
+    lines = [f"{'further ' if also else ''}changes of {name_of(found, arm)}:"]
     for name, before, after in changes:
         lines += _wrapped(f"  {name:<{size}}  {before} -> {after}", width, first="")
     return lines
@@ -416,6 +420,11 @@ def changes_of_arm(found: Comparison, arm: str) -> list[tuple[str, str, str]]:
         )
         for name in found.changes.get(arm, ())
     ]
+
+
+def words_of(setting: str) -> str:
+    """Return the name of a setting for readers."""
+    return setting.replace("micro_batch", "micro-batch").replace("_", " ")
 
 
 def value_in_words(name: str, value: Scalar) -> str:
@@ -443,7 +452,7 @@ def caveats_of(found: Comparison) -> list[str]:
     """Return what limits the result: failed arms, quality, targets, timing noise, a busy machine, and notes."""
     plans = [arm for arm in (PLANNED, TUNED) if arm in found.plans]
     lines = [f"{name_of(found, arm)} failed: {why}" for arm, why in found.failures.items() if arm != found.arms[1]]
-    lines += [line for arm in plans for line in targets_in_words(found, arm)]
+    lines += [line for arm in plans[::-1] for line in targets_in_words(found, arm)]
     lines += _rivals_in_words(found)
     unequal = (loss_in_words(found, arm) for arm in plans[:1] if arm != TUNED)
     lines += [line for line in unequal if "not shown" in line]
@@ -533,7 +542,7 @@ def changes_in_words(found: Comparison) -> list[str]:
         if effect.speed is not None:
             text = f"{speed_in_words(effect.speed)} {effect.setting}"
             text += "" if effect.setting == TOGETHER else f", {found.verdict_of(effect.speed, effect.arm)}"
-            words.setdefault(effect.change.replace("_", " "), []).append(text)
+            words.setdefault(words_of(effect.change), []).append(text)
     return [f"{change}: {'; '.join(each)}" for change, each in words.items()]
 
 
