@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.optim.lr_scheduler import LambdaLR
 
 from trimtab.core.batch_rule import warmup_cosine, warmup_linear
 from trimtab.core.errors import ValueGivenError
@@ -101,8 +100,7 @@ class TaskLoops:
         if recipe.channels_last:
             model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         optimizer = recipe.make_optimizer(model)
-        size, budget = self.task.batch_size, recipe.budget_samples
-        schedule = LambdaLR(optimizer, lambda steps: recipe_factor((steps + 1) * size / budget, recipe))
+        schedule = _RecipeSchedule(optimizer, recipe, self.task.batch_size)
         return replace(
             loop,
             model=model,
@@ -112,6 +110,23 @@ class TaskLoops:
             after_step=schedule.step,
             reference=Reference(recipe.precision, recipe.clip_norm),
         )
+
+
+class _RecipeSchedule:
+    """Learning rates of a recipe: warm-up and decay by samples, the first of them set at once."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, recipe: StrongRecipe, batch_size: int) -> None:
+        self._optimizer, self._recipe, self._batch_size = optimizer, recipe, batch_size
+        self._peaks = [group["lr"] for group in optimizer.param_groups]
+        self._samples = 0
+        self.step()
+
+    def step(self) -> None:
+        """Set the learning rates of the next step."""
+        self._samples += self._batch_size
+        factor = recipe_factor(self._samples / self._recipe.budget_samples, self._recipe)
+        for group, peak in zip(self._optimizer.param_groups, self._peaks, strict=True):
+            group["lr"] = peak * factor
 
 
 def recipe_factor(progress: float, recipe: StrongRecipe) -> float:
