@@ -98,6 +98,7 @@ ONLY = {
         "trimtab.plans",
         "trimtab.planner.statistics",
         "trimtab.experiments.pages",
+        "trimtab.experiments.plan_changes",
         "trimtab.experiments.result_table",
         "trimtab.experiments.time_to_target",
     },
@@ -131,7 +132,6 @@ READERS = (
     "phase_result",
     "result_table",
     "results",
-    "run_page",
     "scaling",
     "time_to_target",
 )
@@ -332,7 +332,7 @@ TRESPASSES = {
     "torch inside a function of core": ("packages", source("core/x.py", "def f():\n    import torch"), "torch"),
     "numpy in planner": ("packages", source("planner/x.py", "from numpy.linalg import norm"), "numpy"),
     "torch by its literal name": ("packages", source("core/x.py", "import_module('torch')"), "torch"),
-    "torch in a page": ("packages", source("experiments/run_page.py", "import torch.nn as nn"), "torch"),
+    "torch in a page": ("packages", source("experiments/pages.py", "import torch.nn as nn"), "torch"),
     "torch in the result": (
         "packages",
         source("experiments/comparison.py", "from torch import Tensor"),

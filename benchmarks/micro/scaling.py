@@ -52,8 +52,7 @@ from trimtab.experiments.scale import ScaleOptions, run_job
 from trimtab.experiments.scaling import ALONE
 from trimtab.experiments.subject import RunOptions, Subject
 from trimtab.experiments.task_loops import TaskLoops
-from trimtab.experiments.task_plans import loop_of, plan_task, profile_task
-from trimtab.experiments.task_ranks import job_ranks
+from trimtab.experiments.task_plans import job_ranks, loop_of, plan_task, profile_task
 from trimtab.planner.communication_cost import window_s
 from trimtab.planner.rank_profile import WAYS
 from trimtab.plans.plan import Plan

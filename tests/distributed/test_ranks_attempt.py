@@ -20,7 +20,7 @@ RANK = """
     from trimtab.experiments import loop_setup, loops, paired_run
     from trimtab.experiments.paired_run import Arm, measure_step
     from trimtab.experiments.task_loops import TaskLoops
-    from trimtab.experiments.task_ranks import job_ranks
+    from trimtab.experiments.task_plans import job_ranks
 
     host_gather._ANSWER_S = 1.0
     process_group.TIMEOUT_S = 8.0

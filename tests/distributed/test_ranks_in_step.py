@@ -41,7 +41,7 @@ RANK = """
     from trimtab.experiments.comparison import Comparison
     from trimtab.experiments.result_table import Row, ResultTable
     from trimtab.experiments.subject import RunOptions
-    from trimtab.experiments.task_ranks import job_ranks
+    from trimtab.experiments.task_plans import job_ranks
 
     trials.BLOCK_S = 0.003
     process_group.TIMEOUT_S = 8.0

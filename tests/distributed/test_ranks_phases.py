@@ -19,7 +19,7 @@ RANK = """
     from trimtab.core.serialization import to_json
     from trimtab.plans.plan import Plan
     from trimtab.experiments.subject import RunOptions
-    from trimtab.experiments.task_ranks import job_ranks
+    from trimtab.experiments.task_plans import job_ranks
     with job_ranks() as ranks:
         for stage in (0, 3):
             plan = Plan.fixed(batch_size=16, micro_batch=8, num_ranks=2, zero_stage=stage)

@@ -7,7 +7,7 @@ from ranks import run_cases
 
 RANK = """
     from trimtab.distributed.process_group import limited_to
-    from trimtab.experiments.task_ranks import job_ranks
+    from trimtab.experiments.task_plans import job_ranks
 
 
     def load():

@@ -21,8 +21,8 @@ from trimtab.checkpoint.state_files import read_state, write_state
 from trimtab.core.errors import FormatError, TrimtabError, UsageError
 from trimtab.core.record import Header, RecordWriter, StepRecord, read_record
 from trimtab.core.serialization import read_json, to_jsonable
+from trimtab.experiments.pages import run_page
 from trimtab.experiments.results import SETTINGS, read_result, read_settings
-from trimtab.experiments.run_page import run_page
 from trimtab.plans.plan import Plan
 from trimtab.plans.profile import Profile
 from trimtab.training.hooks import WindowDecision

@@ -24,7 +24,7 @@ PROGRAM = """
     from types import SimpleNamespace
     from trimtab import cli
     from trimtab.experiments import train, train_command
-    from trimtab.experiments.carbon_aware_training import Clock
+    from trimtab.experiments.train_command import Clock
     import tiny
 
     now, dies_at = [float(sys.argv[1])], float(sys.argv[2])

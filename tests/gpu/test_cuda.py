@@ -14,7 +14,7 @@ from torch import nn
 
 import trimtab
 from trimtab.adaptive_batch.noise_probes import OverheadBudget
-from trimtab.experiments.step_clock import StepClock
+from trimtab.experiments.phases import StepClock
 from trimtab.losses import Summed
 from trimtab.plans.plan import Plan
 from trimtab.state import process_state

@@ -358,7 +358,10 @@ def test_a_training_is_kept_gone_on_with_and_looked_at(trimtab, tmp_path):
     whole = trimtab("train tiny:task --plan plan.json --steps 9 --json").json
     assert (again["loss"], again["accuracy"]) == (whole["loss"], whole["accuracy"])
     assert [step.index for step in read_record(tmp_path / "run.jsonl").steps] == list(range(9))
-    over = trimtab(f"{kept} --steps 9").json
+    finished = trimtab(f"{kept} --steps 9")
+    assert "kept" in finished.err
+    assert "run.jsonl" in finished.err
+    over = finished.json
     assert (over["resumed_at_rows"], over["accuracy"]) == (9 * 32, whole["accuracy"])
     found = trimtab("checkpoint verify kept --json").json["rows"]
     assert [(row["folder"], row["is_whole"], row["step"]) for row in found] == [
@@ -544,7 +547,12 @@ def test_a_comparison_and_its_report(trimtab, tmp_path):
     assert saved.command == f"trimtab {line} --json"
     assert {path.name for path in (tmp_path / "out").iterdir()} >= RESULT
 
-    assert trimtab(line).succeeded().out.rstrip().endswith("report: out/report.html")
+    screen = trimtab(line).succeeded().out.splitlines()
+    assert screen[-1] == "report: out/report.html"
+    assert len(screen) <= 25
+    assert max(map(len, screen)) <= 80
+    details = Comparison.load(tmp_path / "out" / "result.json").details()
+    assert trimtab("report out --verbose").succeeded().out == f"{details}\nreport: out/report.html\n"
     for option, setting in (("--cap 9", "length"), ("--memory 1GiB", "planning")):
         explained(trimtab(f"{line} {option}"), "folder.settings_differ", setting, "--out")
 
@@ -630,7 +638,7 @@ def test_an_ablation_and_its_report(trimtab, tmp_path):
         ("micro_batch and fused_optimizer", "together"),
     }
     resumed = trimtab(asked).succeeded()
-    assert "micro batch alone" in resumed.out
+    assert {"micro-batch", "fused optimizer"} <= {line[:15].strip() for line in resumed.out.splitlines()}
     assert resumed.out.rstrip().endswith("report: out/report.html")
     explained(trimtab(f"{asked} --pairwise"), "folder.settings_differ", "pairwise", "--out")
     assert trimtab("report out --json").json["name"] == "ablate"

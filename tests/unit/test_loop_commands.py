@@ -13,6 +13,7 @@ from trimtab import cli
 from trimtab.plans.plan import Plan
 
 TRAIN = """
+import dataclasses
 import torch, trimtab
 from torch import nn
 
@@ -24,6 +25,16 @@ def loss_fn(model, batch):
 def setup(seed):
     model = nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 2))
     return trimtab.Loop(model, torch.optim.AdamW(model.parameters()), loss_fn, BATCHES)
+
+def step(model, optimizer, batch):
+    optimizer.zero_grad()
+    loss = loss_fn(model, batch)
+    loss.backward()
+    optimizer.step()
+    return loss
+
+def stepped(seed):
+    return dataclasses.replace(setup(seed), step=step)
 
 other = setup
 number = 3
@@ -66,6 +77,28 @@ def test_a_loop_is_planned_and_its_plan_written(command, tmp_path):
     code, out, err = command("plan train.py:setup -o made.json")
     assert (code, err) == (0, "")
     assert str(Plan.load(tmp_path / "made.json")) in out
+
+
+def test_a_plan_for_a_loop_with_a_step_names_the_part_of_the_step(command):
+    code, _, err = command("plan train.py:stepped")
+    assert code == 0
+    assert "stepped" in err
+    assert "trimtab compare" in err
+
+
+def test_a_race_of_one_loop_counts_it(command):
+    _, _, err = command("race train.py:setup")
+    assert "one loop" in err
+
+
+def test_a_finished_run_names_its_checkpoints_and_its_record(command):
+    line = "train train.py:setup --steps 4 --plan plan.json --checkpoints kept --record run.jsonl"
+    assert "run.jsonl" not in command(line)[2]
+    code, out, err = command(line)
+    assert code == 0
+    assert "kept" in err
+    assert "run.jsonl" in err
+    assert "resumed_at_samples: 32" in out
 
 
 def test_a_task_is_compared_for_a_number_of_steps(command):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+import shutil
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -38,6 +39,7 @@ Cap = Annotated[float, typer.Option(help="limit on the training seconds of each 
 FailBelow = Annotated[
     float | None, typer.Option(help="exit with status 1 if the speed is below this limit, such as 0.97")
 ]
+Verbose = Annotated[bool, typer.Option("--verbose", help="print all figures and the conditions of the measurement")]
 Out = Annotated[Path | None, typer.Option(help="folder; an interrupted command continues there")]
 
 
@@ -80,7 +82,7 @@ def running(loop: Any, num_ranks: int, **given: Any) -> Iterator[Any]:
     from trimtab.distributed.launch import launch
     from trimtab.distributed.process_group import job_position, process_group
     from trimtab.experiments.subject import RunOptions
-    from trimtab.experiments.task_ranks import job_ranks, ranks_of_job, refuse_on_ranks
+    from trimtab.experiments.task_plans import job_ranks, ranks_of_job, refuse_on_ranks
     from trimtab.tasks import Task
 
     wanted, here = ranks_of_job(num_ranks), job_position()
@@ -100,15 +102,22 @@ def running(loop: Any, num_ranks: int, **given: Any) -> Iterator[Any]:
         yield replace(options, progress=progress if here.rank == 0 else silent, together=together)
 
 
-def write_and_show(found: Any, folder: Path, *, as_json: bool, fail_below: float | None = None) -> None:
+def write_and_show(
+    found: Any, folder: Path, *, as_json: bool, verbose: bool = False, fail_below: float | None = None
+) -> None:
     """Write and print the report of a comparison, race or ablation."""
     from trimtab.experiments.benchmark_rows import benchmark_object
+    from trimtab.experiments.comparison import screen_of
     from trimtab.experiments.results import RESULT
 
     folder.mkdir(parents=True, exist_ok=True)
     page = found.save(folder / "report.html")
     found.save(folder / RESULT)
-    print_json(benchmark_object(found)) if as_json else print_text(f"{found}\nreport: {page}")
+    if as_json:
+        print_json(benchmark_object(found))
+    else:
+        width = max(40, min(80, shutil.get_terminal_size((80, 24)).columns))
+        print_text(f"{found.details()}\nreport: {page}" if verbose else screen_of(found, width, str(page)))
     if fail_below is not None and found.is_below(fail_below):
         print_error(f"The speed is below --fail-below {fail_below:g}, or a plan failed.")
         raise typer.Exit(1)
@@ -139,6 +148,7 @@ def compare(
     ranks: Ranks = 1,
     energy_watts: EnergyWatts = None,
     fail_below: FailBelow = None,
+    verbose: Verbose = False,
     as_json: Json = False,
 ) -> None:
     """Compare a training loop with the plan in paired runs, and report the gain."""
@@ -177,7 +187,7 @@ def compare(
 
         found = run(loop, plan=given, against=recipes, name=short_name(task), options=options, **planning)
     if options.together.rank == 0:
-        write_and_show(found, folder, as_json=as_json, fail_below=fail_below)
+        write_and_show(found, folder, as_json=as_json, verbose=verbose, fail_below=fail_below)
 
 
 def race(
@@ -188,6 +198,7 @@ def race(
     pairs: Pairs = 5,
     out: Out = None,
     fail_below: FailBelow = None,
+    verbose: Verbose = False,
     as_json: Json = False,
 ) -> None:
     """Compare any training loops in paired runs, without a plan; the first is the baseline."""
@@ -199,7 +210,7 @@ def race(
     with running(None, 1, steps=steps, pairs=pairs, out=folder) as options:
         found = run(*found_loops, names=loops, options=options)
     if options.together.rank == 0:
-        write_and_show(found, folder, as_json=as_json, fail_below=fail_below)
+        write_and_show(found, folder, as_json=as_json, verbose=verbose, fail_below=fail_below)
 
 
 def ablate(
@@ -213,6 +224,7 @@ def ablate(
     memory: Memory = None,
     plan_file: PlanFile = None,
     out: Out = None,
+    verbose: Verbose = False,
     as_json: Json = False,
 ) -> None:
     """Measure every change of a plan alone: added to the baseline, and removed from the plan."""
@@ -227,7 +239,7 @@ def ablate(
     with running(loop, 1, steps=steps, pairs=pairs, to_end=to_end, cap_s=cap, out=folder, adapts=tuned) as options:
         found = run(loop, plan=given, pairwise=pairwise, name=short_name(task), options=options, **planning)
     if options.together.rank == 0:
-        write_and_show(found, folder, as_json=as_json)
+        write_and_show(found, folder, as_json=as_json, verbose=verbose)
 
 
 def scale(
@@ -329,6 +341,7 @@ def report(
         typer.Argument(help="folders or files of compare, race, ablate, scale or phases, or records (.jsonl)"),
     ],
     out: Annotated[Path | None, typer.Option(help="folder; default: the folder of the run")] = None,
+    verbose: Verbose = False,
     as_json: Json = False,
 ) -> None:
     """Write reports again from recorded results."""
@@ -346,14 +359,14 @@ def report(
         folder_of("report", "", out)
     files = [result_file(run) for run in runs]
     for file, found in zip(files, [read_result(file) for file in files], strict=True):
-        _show_result(found, file, out or file.parent, as_json=as_json)
+        _show_result(found, file, out or file.parent, as_json=as_json, verbose=verbose)
 
 
-def _show_result(found: Any, file: Path, folder: Path, *, as_json: bool) -> None:
+def _show_result(found: Any, file: Path, folder: Path, *, as_json: bool, verbose: bool) -> None:
     from trimtab.core.record import RunSummary
     from trimtab.core.serialization import write_whole
+    from trimtab.experiments.pages import run_page
     from trimtab.experiments.phase_result import PhaseResult
-    from trimtab.experiments.run_page import run_page
     from trimtab.experiments.scaling import Scaling
 
     if isinstance(found, PhaseResult):
@@ -366,4 +379,4 @@ def _show_result(found: Any, file: Path, folder: Path, *, as_json: bool) -> None
         write_whole(path, run_page(found))
         print_json({"html": str(path)}) if as_json else print_text(f"report: {path}")
     else:
-        write_and_show(found, folder, as_json=as_json)
+        write_and_show(found, folder, as_json=as_json, verbose=verbose)

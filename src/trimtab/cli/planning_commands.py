@@ -30,7 +30,7 @@ def doctor(as_json: Json = False) -> None:
     """Check the devices, libraries and meters of this machine, and print installation hints for missing parts."""
     from trimtab.experiments.doctor import diagnose
 
-    findings = diagnose()
+    findings = tuple(diagnose())
     if as_json:
         print_json({"schema": 1, "name": "doctor", "rows": [vars(f) for f in findings]})
         return
@@ -54,7 +54,7 @@ def profile(
     from trimtab.api import Metering
     from trimtab.core.objective import Budget, Objective
     from trimtab.core.serialization import to_json, write_result
-    from trimtab.experiments.profile_text import profile_text
+    from trimtab.experiments.plan_source import profile_text
     from trimtab.experiments.task_plans import profile_task
     from trimtab.tasks import load_task
 
@@ -177,7 +177,14 @@ def _plan_setup(
         reference = loop_setup.observed_reference(setup, seed, name)
         metering = Metering(energy[0], without=energy[1])
         how: dict[str, Any] = {"budget": limits, "objective": weights, "metering": metering, "progress": progress}
-        made = loop_setup.plan_of(loop_setup.build(setup, seed, name), reference, adapt=adapt or None, **how)
+        loop = loop_setup.build(setup, seed, name)
+        has_step = loop.step is not None
+        made = loop_setup.plan_of(loop, reference, adapt=adapt or None, **how)
+    if has_step:
+        print_error(
+            f"The plan was measured with loss_fn. The step of {name} was used only to observe its precision; "
+            "`trimtab compare` checks that both train alike, and measures the gain over step."
+        )
     try:
         if out is not None:
             made.save(out)

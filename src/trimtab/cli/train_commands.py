@@ -86,7 +86,6 @@ def clean_hours(
     """
     from trimtab.carbon.services import source_named
     from trimtab.core.units import parse_duration, parse_moment
-    from trimtab.experiments.carbon_aware_training import CarbonRequest
     from trimtab.experiments.train_command import LowCarbonOptions
 
     beside = {"--by": by, "--pauses": pauses, "--takes": takes, "--idle-watts": idle_watts, "--dry-run": is_dry or None}
@@ -103,8 +102,8 @@ def clean_hours(
     _require_what_they_need(num_ranks, pauses, is_kept=is_kept)
     pause_s = None if pauses is None else parse_duration("--pauses", pauses)
     takes_s = None if takes is None else parse_duration("--takes", takes)
-    wish = CarbonRequest(source_named(source, kind), parse_moment("--by", by, time.time()))
-    return LowCarbonOptions(wish, pause_s, takes_s, watts, idle_watts, is_dry)
+    deadline_s = parse_moment("--by", by, time.time())
+    return LowCarbonOptions(source_named(source, kind), deadline_s, pause_s, takes_s, watts, idle_watts, is_dry)
 
 
 def _refuse_alone(beside: dict[str, Any]) -> None:
@@ -144,6 +143,16 @@ def _refuse_task_options(given: dict[str, Any]) -> None:
                 hint=f"Remove {option}.",
                 code="option.needs_task",
             )
+
+
+def _report_finished(found: dict[str, Any], kept: Any, record: Path | None) -> None:
+    """Report on standard error that a resumed run had no step left."""
+    begun = found.get("resumed_at_rows", found.get("resumed_at_samples"))
+    if begun is not None and begun >= found.get("rows", found.get("samples")):
+        print_error(
+            f"This run was already finished after {found['steps']} steps, so no step was trained. Its checkpoints are "
+            f"in {kept.path}" + (f", and its record is {record}." if record else "; no --record was named.")
+        )
 
 
 def _refuse_planning_with(plan_file: Path | None, adapt: str | None, memory: str | None) -> None:
@@ -191,10 +200,9 @@ def train(
     from trimtab.distributed.launch import launch
     from trimtab.distributed.process_group import job_position, process_group
     from trimtab.experiments.loop_training import LoopTraining
-    from trimtab.experiments.task_plans import plan_task, task_of_rank
-    from trimtab.experiments.task_ranks import ranks_of_job
+    from trimtab.experiments.task_plans import plan_task, ranks_of_job, task_of_rank
+    from trimtab.experiments.train import require_trackers
     from trimtab.experiments.train_command import plan_of_run, train_or_tell
-    from trimtab.experiments.train_record import require_trackers
     from trimtab.tasks import Task, load_task_or_setup
     from trimtab.training.nonfinite import POLICIES
 
@@ -226,6 +234,7 @@ def train(
         made = plan_of_run(trained.plan, kept=kept, adapt=settings_to_adapt(adapt), **planning)
         with ProgressBar() as progress:
             found = trained.train(made, progress)
+        _report_finished(found, kept, record)
         print_figures(found, as_json=as_json)
         return
     loaded = loop.shortened(batch_size=batch_size, judged_batches=judged)
@@ -254,4 +263,5 @@ def train(
         plan = partial(plan_of_run, make, kept=kept, adapt=settings_to_adapt(adapt), **planning)
         found = train_or_tell(loaded, steps, plan, hours, print_error, checkpoints=kept, **own)
     if here.rank == 0:
+        _report_finished(found, kept, record)
         print_figures(found, as_json=as_json)

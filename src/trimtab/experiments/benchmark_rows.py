@@ -77,6 +77,11 @@ def interval_of(interval: Interval | None) -> dict[str, Any]:
     return {"mean": ends[0], "low": ends[1], "high": ends[2], "n": interval.n}
 
 
+def _counted(ratio: float) -> dict[str, Any]:
+    """Return a ratio that was counted once, without an interval, as row fields."""
+    return {"mean": ratio, "low": None, "high": None, "n": 1}
+
+
 def _ratios(found: Comparison, arm: str) -> Iterator[dict[str, Any]]:
     base = found.arms[0]
     against = CONTROL if arm == CONTROL else base
@@ -90,26 +95,20 @@ def _ratios(found: Comparison, arm: str) -> Iterator[dict[str, Any]]:
     if arm == CONTROL:
         return
     if (memory := found.memory(arm)) is not None:
-        yield _head(found, "peak_memory_ratio", arm, base) | {"mean": memory, "low": None, "high": None, "n": 1}
+        yield _head(found, "peak_memory_ratio", arm, base) | _counted(memory)
     if (energy := found.energy(arm)) is not None:
         yield _head(found, "energy_ratio", arm, base) | interval_of(energy)
     if (quality := found.metric_difference(arm)) is not None:
-        yield (
-            _head(found, "final_metric_difference", arm, base)
-            | interval_of(quality)
-            | {"verdict": found.quality_verdict(arm)}
-        )
+        judged = {"verdict": found.quality_verdict(arm)}
+        yield _head(found, "final_metric_difference", arm, base) | interval_of(quality) | judged
     if (loss := found.loss_difference(arm)) is not None and arm in found.plans and arm not in (TUNED, *found.rivals):
         yield _head(found, "loss_difference_percent", arm, base) | interval_of(loss)
     for other in found.arms:
         is_rival = arm in (PLANNED, TUNED) and other not in (base, arm, *found.plans, *found.failures)
         if is_rival:
             rival = found.speed(arm, other)
-            yield (
-                _head(found, "throughput_ratio", arm, other)
-                | interval_of(rival)
-                | {"verdict": found.verdict_of(rival, arm)}
-            )
+            judged = {"verdict": found.verdict_of(rival, arm)}
+            yield _head(found, "throughput_ratio", arm, other) | interval_of(rival) | judged
     for charged in (False, True) if found.planning_s(arm) else (False,):
         for target in found.times_to_target(arm, charged=charged):
             yield _target(found, target, charged=charged)
@@ -147,13 +146,10 @@ def _no_harm(found: Comparison, arm: str, rival: str) -> Iterator[dict[str, Any]
     if speed.n >= MIN_PAIRS_FOR_VERDICT and arm not in found.failures and rival not in found.failures:
         verdict = "no harm" if speed.low >= NON_INFERIOR else "harm" if speed.high < NON_INFERIOR else "no verdict"
     pairs = list(result_table.speeds(found.table, arm, rival).values())
-    yield (
-        _head(found, "do_no_harm_ratio", arm, rival)
-        | interval_of(speed)
-        | {"pairs": pairs, "verdict": verdict, "changes": found.plans[arm].changes_in_words}
-    )
+    judged = {"pairs": pairs, "verdict": verdict, "changes": found.plans[arm].changes_in_words}
+    yield _head(found, "do_no_harm_ratio", arm, rival) | interval_of(speed) | judged
     if (memory := found.memory(arm, rival)) is not None:
-        yield _head(found, "peak_memory_ratio", arm, rival) | {"mean": memory, "low": None, "high": None, "n": 1}
+        yield _head(found, "peak_memory_ratio", arm, rival) | _counted(memory)
 
 
 def _effect(found: Comparison, effect: ChangeEffect) -> Iterator[dict[str, Any]]:
@@ -162,8 +158,7 @@ def _effect(found: Comparison, effect: ChangeEffect) -> Iterator[dict[str, Any]]
     verdict = {} if effect.setting == TOGETHER else {"verdict": found.verdict_of(effect.speed, effect.arm)}
     yield _head(found, "throughput_ratio", effect.arm, effect.against) | of | interval_of(effect.speed) | verdict
     if effect.memory is not None:
-        counted = {"mean": effect.memory, "low": None, "high": None, "n": 1}
-        yield _head(found, "peak_memory_ratio", effect.arm, effect.against) | of | counted
+        yield _head(found, "peak_memory_ratio", effect.arm, effect.against) | of | _counted(effect.memory)
     if effect.setting == ALONE:
         if (quality := found.metric_difference(effect.arm)) is not None:
             said = {"verdict": found.quality_verdict(effect.arm)}

@@ -118,9 +118,10 @@ def race(
     subjects = [Subject.of(each, "setup", given) for each in (setup, *others)]
     titles = list(names) or _names_of([each.setup for each in subjects])
     if len(subjects) < 2 or len(titles) != len(subjects) or len(set(titles)) < len(titles) or CONTROL in titles:
+        number = "one loop" if len(subjects) == 1 else f"{len(subjects)} loops"
         raise ValueGivenError(
             "race",
-            got=f"{len(subjects)} loops with the names {', '.join(titles)}",
+            got=f"{number} named {', '.join(titles)}",
             expected="at least two loops, each with its own name",
             code="race.names",
         )
@@ -183,27 +184,20 @@ def _digests(subject: Subject, recipes: Sequence[str]) -> dict[str, str]:
     return {each: "" if made is None or each == STRICT else fingerprint_of(made.recipe(each), each) for each in recipes}
 
 
-def alone(*changes: str) -> str:
-    """Return the name of the arm with only these changes."""
-    return f"{' and '.join(change.replace('_', ' ') for change in changes)} alone"
-
-
-def without(change: str) -> str:
-    """Return the name of the arm with all changes of the plan but one."""
-    return f"plan without {change.replace('_', ' ')}"
-
-
 def _subsets(changes: Sequence[str], *, pairwise: bool) -> dict[str, tuple[str, ...]]:
     """Return the changes of every arm of an ablation, by name; every set of changes once."""
     found = {PLANNED: tuple(changes)}
     if len(changes) < 2:
         return found
-    found |= {alone(change): (change,) for change in changes}
+    names = {change: change.replace("_", " ") for change in changes}
+    found |= {f"{names[change]} alone": (change,) for change in changes}
     if len(changes) > 2:
-        found |= {without(change): tuple(each for each in changes if each != change) for change in changes}
+        found |= {
+            f"plan without {names[change]}": tuple(each for each in changes if each != change) for change in changes
+        }
     if pairwise and len(changes) > 3:
         pairs = [(a, b) for index, a in enumerate(changes) for b in changes[index + 1 :]]
-        found |= {alone(*pair): pair for pair in pairs}
+        found |= {f"{names[a]} and {names[b]} alone": (a, b) for a, b in pairs}
     return found
 
 

@@ -1,23 +1,28 @@
-"""Result of a comparison of training loops: figures as queries on its table, and as text."""
+"""Result of a comparison of training loops: figures as queries on its table, as a screen of text, and as a page."""
 
 from __future__ import annotations
 
 import math
 import statistics
+import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
-from trimtab.core.energy_reading import NO_METER, MeterFacts
+from trimtab.core.choice import Effect, Scalar
+from trimtab.core.energy_reading import NO_METER, MeterFacts, Provenance
 from trimtab.core.errors import FormatError
 from trimtab.core.hardware import DeviceSpec
 from trimtab.core.objective import Reference
 from trimtab.core.serialization import read_json, to_json, write_whole
 from trimtab.core.units import format_bytes, format_joules, format_seconds
 from trimtab.experiments import result_table
-from trimtab.experiments.change_effects import TOGETHER, ChangeEffect, effects_of
-from trimtab.experiments.pages import Bar, figure, scaled_bars, template, thinned
+from trimtab.experiments.change_effects import ALONE, IN_PLAN, TOGETHER, ChangeEffect, effects_of
+from trimtab.experiments.pages import Figure, figure, template, thinned
+from trimtab.experiments.plan_changes import loop_values
 from trimtab.experiments.result_table import (
+    BASELINE,
     CONTROL,
     CPU_SECONDS,
     ENERGY,
@@ -28,14 +33,25 @@ from trimtab.experiments.result_table import (
     TUNED,
     ResultTable,
 )
-from trimtab.experiments.time_to_target import QualityMetric, TargetSpeed, time_to_target
+from trimtab.experiments.time_to_target import EQUAL_LOSS, QualityMetric, TargetSpeed, time_to_target
 from trimtab.planner.statistics import MIN_PAIRS_FOR_VERDICT, Interval, is_gain, mean_interval, resolution
 from trimtab.plans.plan import Plan
 
-EQUAL_LOSS = 0.5  # Percent of a loss, or points or percent of a metric; the paper's limit on quality (math: section 8).
-SCHEMA = 1
+_NAMES = {
+    BASELINE: "your loop",
+    CONTROL: "your loop again",
+    PLANNED: "trimtab's plan",
+    TUNED: "tuned plan",
+    "strict": "fp32 without TF32",
+    "strong": "hand-tuned recipe",
+    "muon": "recipe with Muon",
+    "plan for strong": "plan for the recipe",
+}
 _BARS = "▁▂▃▄▅▆▇█"
 _POINTS = 40
+_WIDTH, _LINES = 80, 25
+_LEAST_MEMORY = 0.01  # Relative differences of peak memory below this are not reported.
+SCHEMA = 1
 
 
 @dataclass(frozen=True)
@@ -218,7 +234,11 @@ class Comparison:
         return failed or any(found is None or found.mean < limit for found in speeds)
 
     def __str__(self) -> str:
-        return text_of(self)
+        return screen_of(self)
+
+    def details(self) -> str:
+        """Return all figures as text, with the quality of the training and the conditions of the measurement."""
+        return details_of(self)
 
     def _repr_html_(self) -> str:
         return html_of(self, is_page=False)
@@ -247,42 +267,242 @@ class Comparison:
         return read_json(cls, path)
 
 
-def text_of(found: Comparison) -> str:
-    """Return the result as text: a headline, a line per arm, losses, the resolution of the timing, notes."""
-    lines = [headline_of(found), ""]
-    table = table_of(found)
-    widths = [max(len(row[column]) for row in table) for column in range(len(table[0]))]
-    for row in table:
-        cells = [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))]
-        lines.append("  ".join(cells).rstrip())
-    lines.append("")
-    for arm in found.arms[:2]:
-        if curve := result_table.loss_curve(found.table, arm, 0):
-            lines.append(f"loss  {sparkline([loss for _, loss in curve])}  {arm}")
-    return "\n".join([*lines, *remarks_of(found)])
+def name_of(found: Comparison, arm: str) -> str:
+    """Return the name of an arm for readers."""
+    return arm if found.kind == "race" else _NAMES.get(arm, arm)
+
+
+# The screen: what a reader needs first.
+
+
+def screen_of(found: Comparison, width: int = _WIDTH, report: str = "") -> str:
+    """Return the headline, figures, loss curves, changes and caveats in at most 25 lines.
+
+    Races and ablations have one more line per arm.
+
+    Args:
+        width: columns of the terminal.
+        report: path of the report, printed last.
+    """
+    blocks = [_wrapped(headline_of(found), width, first="")]
+    blocks.append(_effects(found) if found.kind == "ablation" else _aligned(_table(found, width), width))
+    blocks.append(_sparklines(found, width))
+    if found.kind != "ablation":
+        blocks += [_changes(found, arm, width) for arm in (PLANNED, TUNED)]
+    lines = [line for block in blocks if block for line in (*block, "")]
+    most = _LINES + (0 if found.kind == "comparison" else len(found.arms)) - bool(report)
+    caveats = [_wrapped(each, width) for each in caveats_of(found)]
+    if len(lines) + sum(map(len, caveats)) > most:
+        lines = lines[: most - 1]
+        room = most - 1 - len(lines)
+        kept = [each for index, each in enumerate(caveats) if sum(map(len, caveats[: index + 1])) <= room]
+        caveats = [*kept, ["More: --verbose, or the report."]]
+    lines += [line for each in caveats for line in each]
+    return "\n".join([*lines, f"report: {report}" if report else ""]).rstrip()
 
 
 def headline_of(found: Comparison) -> str:
-    """Return the result in a sentence."""
+    """Return the verdict, speed and memory of the plan against the user's loop, and the effect on the numerics."""
     arm = TUNED if TUNED in found.arms and found.metric is not None and found.metric.targets else found.arms[1]
+    name, base = name_of(found, arm), name_of(found, found.arms[0])
     if arm in found.failures:
-        return f"{arm} failed: {found.failures[arm]}"
-    plan = found.plans.get(arm)
-    words = "" if plan is None else plan.values_in_words(found.changes.get(arm, plan.changes))
-    changes = "" if plan is None else f" ({words})" if words else ", which changes nothing,"
+        return f"{name} failed: {found.failures[arm]}"
     known = [each for each in found.times_to_target(arm) if each.speed is not None or each.bound[0] in "<>"]
     if arm == TUNED and known and found.metric is not None:
         target = known[-1]
-        said = target.bound if target.speed is None else speed_in_words(target.speed)
+        speed = target.bound if target.speed is None else speed_in_words(target.speed)
         return (
-            f"{target.verdict}: {arm}{changes} reaches {found.metric.name} {target.target:g} at {said} the speed of "
-            + (f"{found.arms[0]}, planning included")
+            f"{target.verdict}: {name} reaches {found.metric.name} {target.target:g} at {speed} the speed of {base}, "
+            f"planning included. {numerics_of(found, arm)}"
         )
-    speed, memory = found.speed(arm), found.memory(arm)
-    parts = [] if speed is None else [f"{speed_in_words(speed)} the speed of {found.arms[0]}"]
-    if memory is not None and abs(1 - memory) >= 0.01:
-        parts.append(f"{abs(1 - memory):.0%} {'less' if memory < 1 else 'more'} memory")
-    return f"{found.verdict(arm)}: {arm}{changes} has " + ", ".join(parts)
+    if arm in found.plans and not found.changes.get(arm, found.plans[arm].changes):
+        again = found.speed(arm)
+        measured = "" if again is None else f" Measured again, it runs at {speed_in_words(again)}."
+        return f"{found.verdict(arm)}: {name} changes nothing in {base}.{measured}"
+    measured = found.speed(arm)
+    text = "speed unknown" if measured is None else f"{speed_in_words(measured)} the speed of {base}"
+    memory = found.memory(arm)
+    if memory is not None and abs(1 - memory) >= _LEAST_MEMORY:
+        text += f", {abs(1 - memory):.0%} {'less' if memory < 1 else 'more'} peak memory"
+    return f"{found.verdict(arm)}: {name} has {text}. {numerics_of(found, arm)}".rstrip()
+
+
+def numerics_of(found: Comparison, arm: str) -> str:
+    """Return a sentence on the numerics of an arm with a plan: proved equal, not proved, or changed; "" without one."""
+    plan = found.plans.get(arm)
+    if plan is None:
+        return ""
+    names = found.changes.get(arm, plan.changes)
+    if training := [name for name in names if getattr(plan, name).effect is Effect.TRAINING]:
+        return f"Changes the training: {plan.values_in_words(training)}."
+    if plan.proof is None:
+        return "Equal numerics were not proved."
+    if not plan.proof.holds:
+        return f"The numerics differ: {plan.proof.reason.rstrip('.')}."
+    return "Same numerics: two optimizer steps agree to rounding."
+
+
+def _table(found: Comparison, width: int) -> list[list[str]]:
+    """Return a row per figure for up to three arms, else a row per arm."""
+    rows = table_of(found)
+    across = [list(column) for column in zip(*rows, strict=True)]
+    return rows if len(rows) > 4 or _width_of(across) > width else across
+
+
+def _width_of(table: Sequence[Sequence[str]]) -> int:
+    return sum(max(map(len, column)) for column in zip(*table, strict=True)) + 2 * (len(table[0]) - 1)
+
+
+def _aligned(table: list[list[str]], width: int = 10**9) -> list[str]:
+    """Return the lines of a table, without the last columns that exceed the width."""
+    while len(table[0]) > 2 and _width_of(table) > width:
+        table = [row[:-1] for row in table]
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    return [
+        "  ".join(
+            [row[0].ljust(widths[0]), *(cell.rjust(size) for cell, size in zip(row[1:], widths[1:], strict=True))]
+        ).rstrip()
+        for row in table
+    ]
+
+
+def _effects(found: Comparison) -> list[str]:
+    """Return a line per change of an ablation: speed alone and in the plan, and peak memory alone."""
+    rows: dict[str, list[str]] = {}
+    for effect in found.effects():
+        if effect.setting != TOGETHER and effect.speed is not None:
+            row = rows.setdefault(effect.change, [words_of(effect.change), "", "", ""])
+            words = f"{effect.speed.mean:.2f}x {found.verdict_of(effect.speed, effect.arm)}"
+            row[1 if effect.setting == ALONE else 2] = words
+            if effect.setting == ALONE and effect.memory is not None:
+                row[3] = f"{effect.memory:.2f}x"
+    return _aligned([["change", ALONE, IN_PLAN, "memory"], *rows.values()]) if rows else []
+
+
+def _sparklines(found: Comparison, width: int) -> list[str]:
+    """Return the loss curves of the first pair of the first two arms, on one scale."""
+    curves = {arm: [loss for _, loss in result_table.loss_curve(found.table, arm, 0)] for arm in found.arms[:2]}
+    shown = {arm: thinned(curve, min(_POINTS, width - 24)) for arm, curve in curves.items() if curve}
+    values = [value for curve in shown.values() for value in curve]
+    if len(values) <= len(shown):  # A single point is no curve.
+        return []
+    return [
+        f"loss  {sparkline(curve, len(curve), (min(values), max(values)))}  {name_of(found, arm)}"
+        for arm, curve in shown.items()
+    ]
+
+
+def _changes(found: Comparison, arm: str, width: int) -> list[str]:
+    """Return a line per change of a plan, with the value in the user's loop and in the plan."""
+    changes = changes_of_arm(found, arm)
+    also = arm == TUNED and set(changes_of_arm(found, PLANNED)) & set(changes)
+    changes = [each for each in changes if not also or each not in also]
+    if not changes:
+        return []
+    size = max(len(name) for name, _, _ in changes)
+    lines = [f"{'further ' if also else ''}changes of {name_of(found, arm)}:"]
+    for name, before, after in changes:
+        lines += _wrapped(f"  {name:<{size}}  {before} -> {after}", width, first="")
+    return lines
+
+
+def changes_of_arm(found: Comparison, arm: str) -> list[tuple[str, str, str]]:
+    """Return the name, the loop's value and the plan's value of every change of an arm."""
+    plan = found.plans.get(arm)
+    if plan is None or found.reference is None:
+        return []
+    before = loop_values(plan, found.reference)
+    return [
+        (
+            "micro-batch" if name == "micro_batch" else name.replace("_", " "),
+            value_in_words(name, before[name]),
+            value_in_words(name, getattr(plan, name).value),
+        )
+        for name in found.changes.get(arm, ())
+    ]
+
+
+def words_of(setting: str) -> str:
+    """Return the name of a setting for readers."""
+    return setting.replace("micro_batch", "micro-batch").replace("_", " ")
+
+
+def value_in_words(name: str, value: Scalar) -> str:
+    """Return the value of a setting for readers."""
+    if value is None or isinstance(value, bool):
+        return "on" if value else "off"
+    words = "your loop's" if value in ("keep", "user") else str(value).replace("_", " ")
+    return f"{words} samples" if name == "micro_batch" else words
+
+
+def _wrapped(text: str, width: int, first: str = "- ") -> list[str]:
+    """Return at most three lines of a text."""
+    indent = " " * len(first)
+    return textwrap.wrap(
+        first + " ".join(text.split()) if first else text,
+        width,
+        subsequent_indent=indent,
+        max_lines=3,
+        placeholder=" ...",
+        break_on_hyphens=False,
+    )
+
+
+def caveats_of(found: Comparison) -> list[str]:
+    """Return what limits the result: failed arms, quality, targets, timing noise, a busy machine, and notes."""
+    plans = [arm for arm in (PLANNED, TUNED) if arm in found.plans]
+    lines = [f"{name_of(found, arm)} failed: {why}" for arm, why in found.failures.items() if arm != found.arms[1]]
+    lines += [line for arm in plans[::-1] for line in targets_in_words(found, arm)]
+    lines += _rivals_in_words(found)
+    unequal = (loss_in_words(found, arm) for arm in plans[:1] if arm != TUNED)
+    lines += [line for line in unequal if "not shown" in line]
+    lines += [quality_in_words(found, arm) for arm in plans]
+    lines += _timing_in_words(found)
+    return [line for line in (*lines, *found.notes) if line]
+
+
+# All figures.
+
+
+def details_of(found: Comparison) -> str:
+    """Return all figures as text: the table of arms, losses, quality, targets, timing and notes."""
+    blocks = [[headline_of(found)], _aligned(table_of(found)), _sparklines(found, _WIDTH)]
+    blocks += [_changes(found, arm, _WIDTH) for arm in (PLANNED, TUNED)]
+    lines = [line for block in blocks if block for line in (*block, "")]
+    return "\n".join([*lines, *remarks_of(found)])
+
+
+def table_of(found: Comparison) -> list[list[str]]:
+    """Return the main table as cells: a row of headings, and a row per arm that did not fail."""
+    summaries = {arm: summary_of(found, arm) for arm in found.arms if arm not in found.failures}
+    columns = [
+        name for name in next(iter(summaries.values()), {}) if any(each.get(name) for each in summaries.values())
+    ]
+    rows = [["", "speed", *columns]]
+    for arm, summary in summaries.items():
+        speed = None if arm == found.arms[0] else found.speed(arm)
+        shown = "1" if arm == found.arms[0] else "" if speed is None else f"{speed.mean:.2f}x"
+        rows.append([name_of(found, arm), shown, *(summary.get(name, "") for name in columns)])
+    return rows
+
+
+def summary_of(found: Comparison, arm: str) -> dict[str, str]:
+    """Return the figures of an arm in words, by name."""
+    rates, peak = found.terms_per_s(found.arms[0]), found.table.value(PEAK, arm)
+    speed = None if arm == found.arms[0] else found.speed(arm)  # Times the baseline's rate: a single estimate of speed.
+    factor = 1.0 if speed is None else speed.mean
+    joules = result_table.per_sample(found.table, arm, ENERGY)
+    losses = [result_table.loss_curve(found.table, arm, seed) for seed in found.table.seeds_of(arm)]
+    last = [curve[-1][1] for curve in losses if curve]
+    energy = "energy/sample" if found.meter.provenance is Provenance.MEASURED else "energy/sample (estimated)"
+    words = {
+        f"{found.terms}/s": f"{factor * statistics.median(rates):,.4g}" if rates else "",
+        "peak memory": "" if peak is None else format_bytes(int(peak)),
+        "final loss": f"{statistics.fmean(last):.4g}" if last else "",
+    }
+    for name, values in result_table.final_values(found.table, arm).items():
+        words[name] = f"{statistics.fmean(values.values()):.4g}"
+    return words | {energy: format_joules(statistics.median(joules)) if joules else ""}
 
 
 def speed_in_words(speed: Interval) -> str:
@@ -297,7 +517,7 @@ def loss_in_words(found: Comparison, arm: str) -> str:
     difference = found.loss_difference(arm)
     if difference is None:
         return ""
-    what = f"loss of {arm}, last third: {difference.mean:+.2g}% of the baseline's"
+    what = f"loss of {name_of(found, arm)}, last third: {difference.mean:+.2g}% of {name_of(found, found.arms[0])}'s"
     if difference.n < MIN_PAIRS_FOR_VERDICT:
         return f"{what} (n={difference.n})"
     is_equal = max(abs(difference.low), abs(difference.high)) <= EQUAL_LOSS
@@ -311,20 +531,19 @@ def quality_in_words(found: Comparison, arm: str) -> str:
     if difference is None or found.metric is None:
         return ""
     interval = f", 95% {difference.low:+.2f} to {difference.high:+.2f}" if difference.n > 1 else ""
-    said = f"{found.metric.name} of {arm}: {difference.mean:+.2f}{found.metric.unit_in_words} (n={difference.n}"
-    return f"{said}{interval}): {found.quality_verdict(arm)}"
+    words = f"{difference.mean:+.2f}{found.metric.unit_in_words} (n={difference.n}{interval})"
+    return f"{found.metric.name} of {name_of(found, arm)}: {words}: {found.quality_verdict(arm)}"
 
 
 def changes_in_words(found: Comparison) -> list[str]:
     """Return a sentence for every change of an ablation: speed and verdict, alone and in the plan."""
-    said = dict[str, list[str]]()
+    words = dict[str, list[str]]()
     for effect in found.effects():
         if effect.speed is not None:
-            words = f"{speed_in_words(effect.speed)} {effect.setting}"
-            if effect.setting != TOGETHER:
-                words += f", {found.verdict_of(effect.speed, effect.arm)}"
-            said.setdefault(effect.change.replace("_", " "), []).append(words)
-    return [f"{change}: {'; '.join(words)}" for change, words in said.items()]
+            text = f"{speed_in_words(effect.speed)} {effect.setting}"
+            text += "" if effect.setting == TOGETHER else f", {found.verdict_of(effect.speed, effect.arm)}"
+            words.setdefault(words_of(effect.change), []).append(text)
+    return [f"{change}: {'; '.join(each)}" for change, each in words.items()]
 
 
 def targets_in_words(found: Comparison, arm: str) -> Iterator[str]:
@@ -338,84 +557,70 @@ def targets_in_words(found: Comparison, arm: str) -> Iterator[str]:
         known = speed.bound if speed.speed is None else speed_in_words(speed.speed)
         planning = " with planning" if speed.charged_s else ""
         yield (
-            f"{found.metric.name} {speed.target:g}: {arm} in {ours}{planning}, {speed.against} in {theirs}; "
-            f"{known}: {speed.verdict}"
+            f"{found.metric.name} {speed.target:g}: {name_of(found, arm)} in {ours}{planning}, "
+            f"{name_of(found, speed.against)} in {theirs}; {known}: {speed.verdict}"
         )
 
 
 def remarks_of(found: Comparison) -> list[str]:
-    """Return the sentences below the table: quality, targets, timing, baseline, failures and caveats."""
-    compared = [arm for arm in found.arms[1:] if arm in found.plans] if found.kind != "ablation" else [found.arms[1]]
-    compared = compared or list(found.arms[1:2])
-    lines = [loss_in_words(found, arm) for arm in compared if arm != TUNED and arm not in found.rivals]
-    lines += [quality_in_words(found, arm) for arm in compared if arm not in found.rivals]
-    lines += [line for arm in compared if arm not in found.rivals for line in targets_in_words(found, arm)]
-    if found.kind == "ablation":
-        lines += changes_in_words(found)
-    for arm, rival in found.rivals.items():
-        if (speed := found.speed(arm, rival)) is not None:
-            lines.append(f"{arm}: {speed_in_words(speed)} the speed of {rival}")
-    if (control := found.control) is not None and control.n >= 2:
-        lines.append(f"timing: two runs of the baseline differ by up to {100 * resolution(control):.2g}%")
-    cpu, wall = found.speed(metric=CPU_SECONDS), found.speed()
-    if cpu is not None and wall is not None and abs(cpu.mean / wall.mean - 1) > 0.1:
-        lines.append(f"by processor time: {speed_in_words(cpu)}")
+    """Return the sentences below the table: losses, effects of changes, conditions of the measurement, and caveats."""
+    compared = [arm for arm in (PLANNED, TUNED) if arm in found.plans] or found.arms[1:2]
+    lines = [loss_in_words(found, arm) for arm in compared if arm != TUNED]
+    lines += [*changes_in_words(found), *(line for line in caveats_of(found) if line not in lines)]
     if found.reference is not None:
-        lines.append(f"baseline: {found.reference.describe()}; {found.steps} steps in each of {found.num_pairs} pairs")
+        loop = f"your loop: {found.reference.describe()}"
+        lines.append(f"{loop}; {found.steps} steps in each of {found.num_pairs} pairs")
     if found.plan is not None and found.plan.changes:
         proved = found.plan.proof is not None and found.plan.proof.holds
         same = "proved to differ from loss_fn's own by rounding only" if proved else "not proved"
-        lines.append(f"training of the plan: {same}; {planning_in_words(found.plan)}".rstrip("; "))
+        planning = f"; planning took {format_seconds(found.plan.planning_s)}" if found.plan.planning_s else ""
+        lines.append(f"training of the plan: {same}{planning}")
     if not found.meter.is_absent:
         lines.append(f"energy: {found.meter.describe()}")
-    lines += [f"{name} failed: {reason}" for name, reason in found.failures.items() if name != found.arms[1]]
-    return [line for line in (*lines, *found.notes) if line]
+    return [line for line in lines if line]
 
 
-def table_of(found: Comparison) -> list[list[str]]:
-    """Return the main table as cells: a row of headings, and a row per arm that did not fail."""
-    summaries = {arm: summary_of(found, arm) for arm in found.arms if arm not in found.failures}
-    columns = [
-        name for name in next(iter(summaries.values()), {}) if any(each.get(name) for each in summaries.values())
+def _rivals_in_words(found: Comparison) -> list[str]:
+    pairs = ((arm, rival, found.speed(arm, rival)) for arm, rival in found.rivals.items())
+    return [
+        f"{name_of(found, arm)}: {speed_in_words(speed)} the speed of {name_of(found, rival)}"
+        for arm, rival, speed in pairs
+        if speed is not None
     ]
-    rows = [["", "speed", *columns]]
-    for arm, summary in summaries.items():
-        speed = None if arm == found.arms[0] else found.speed(arm)
-        shown = "1" if arm == found.arms[0] else "" if speed is None else f"{speed.mean:.2f}x"
-        rows.append([arm, shown, *(summary.get(name, "") for name in columns)])
-    return rows
 
 
-def summary_of(found: Comparison, arm: str) -> dict[str, str]:
-    """Return the figures of an arm in words, by name."""
-    rates, peak = found.terms_per_s(found.arms[0]), found.table.value(PEAK, arm)
-    speed = None if arm == found.arms[0] else found.speed(arm)  # Times the baseline's rate: a single estimate of speed.
-    factor = 1.0 if speed is None else speed.mean
-    joules = result_table.per_sample(found.table, arm, ENERGY)
-    words = {
-        f"{found.terms}/s": f"{factor * statistics.median(rates):,.4g}" if rates else "",
-        "peak memory": "" if peak is None else format_bytes(int(peak)),
-        "energy/sample": format_joules(statistics.median(joules)) if joules else "",
-    }
-    losses = [result_table.loss_curve(found.table, arm, seed) for seed in found.table.seeds_of(arm)]
-    last = [curve[-1][1] for curve in losses if curve]
-    words["last loss"] = f"{statistics.fmean(last):.4g}" if last else ""
-    for name, values in result_table.final_values(found.table, arm).items():
-        words[name] = f"{statistics.fmean(values.values()):.4g}"
-    return words
+def _timing_in_words(found: Comparison) -> Iterator[str]:
+    if (control := found.control) is not None and control.n >= 2:
+        differ = 100 * resolution(control)
+        percent = f"{differ:.0f}" if differ >= 10 else f"{differ:.2g}"
+        yield f"timing: two runs of {name_of(found, found.arms[0])} differ by up to {percent}%"
+    cpu, wall = found.speed(metric=CPU_SECONDS), found.speed()
+    if cpu is not None and wall is not None and abs(cpu.mean / wall.mean - 1) > 0.1:
+        yield f"by processor time: {speed_in_words(cpu)}; other processes may have been running"
 
 
-def planning_in_words(plan: Plan | None) -> str:
-    """Return the time of planning in words, or ""."""
-    return "" if plan is None or not plan.planning_s else f"planning took {format_seconds(plan.planning_s)}"
+def sparkline(values: Sequence[float], width: int = _POINTS, limits: tuple[float, float] | None = None) -> str:
+    """Return a line of block characters, each the mean of an equal part of the values.
 
-
-def sparkline(values: Sequence[float], width: int = _POINTS) -> str:
-    """Return a line of block characters, each the mean of an equal part of the values."""
+    Args:
+        limits: values of the lowest and highest character; by default of the line's own.
+    """
     parts = thinned(values, width)
-    low, high = min(parts), max(parts)
+    low, high = limits or (min(parts), max(parts))
     scale = (len(_BARS) - 1) / (high - low) if high > low else 0.0
     return "".join(_BARS[round((value - low) * scale)] for value in parts)
+
+
+# The page.
+
+
+class Bar(NamedTuple):
+    """A bar: index of the arm's colour, name of the arm, value in words, and length from 0 to 1."""
+
+    color: int
+    label: str
+    value: str
+    length: float
 
 
 def html_of(found: Comparison, *, is_page: bool) -> str:
@@ -424,35 +629,67 @@ def html_of(found: Comparison, *, is_page: bool) -> str:
     Raises:
         DependencyError: jinja2 is not installed.
     """
-    curves: dict[str, Sequence[tuple[float, float]]] = {
-        arm: result_table.loss_curve(found.table, arm, 0) for arm in found.arms
-    }
-    figures = [figure(curves, "Mean loss of the first pair, by samples trained on", "samples")]
+    drawn = found.arms if found.kind != "ablation" else found.arms[:2]
+    curves = {arm: result_table.loss_curve(found.table, arm, 0) for arm in drawn}
+    figures = [_curves(found, curves, "Loss of the first pair, by samples trained on", "samples")]
     if found.metric is not None:
-        evaluated = {arm: result_table.evaluations(found.table, arm, found.metric.name, 0) for arm in found.arms}
+        evaluated = {arm: result_table.evaluations(found.table, arm, found.metric.name, 0) for arm in drawn}
         points = {arm: [(each.seconds, each.value) for each in one] for arm, one in evaluated.items()}
-        figures.append(figure(points, f"{found.metric.name} of the first pair, by seconds of training", "s"))
+        figures.append(_curves(found, points, f"{found.metric.name} of the first pair, by seconds of training", "s"))
+    plans = {arm: plan for arm, plan in found.plans.items() if found.kind != "ablation" or arm == PLANNED}
     values = {
         "is_page": is_page,
         "found": found,
         "headline": headline_of(found),
-        "table": table_of(found),
+        "caveats": caveats_of(found),
+        "base": name_of(found, found.arms[0]),
         "bars": _bars(found),
-        "remarks": remarks_of(found),
         "figures": [each for each in figures if each is not None],
-        "details": {arm: plan.explain() for arm, plan in found.plans.items()},
-        "machine": ", ".join(f"{name} {value}" for name, value in found.environment.items() if name != "sources"),
+        "changes": {name_of(found, arm): _reasons(found, arm) for arm in (PLANNED, TUNED) if arm in plans},
+        "effects": changes_in_words(found),
+        "table": table_of(found),
+        "remarks": remarks_of(found),
+        "explained": {name_of(found, arm): plan.explain() for arm, plan in plans.items()},
+        "machine": {name: value for name, value in found.environment.items() if name != "sources"},
     }
     return str(template("comparison.html.jinja").render(values))
 
 
+def _curves(
+    found: Comparison, curves: Mapping[str, Sequence[tuple[float, float]]], caption: str, unit: str
+) -> Figure | None:
+    return figure({name_of(found, arm): curve for arm, curve in curves.items()}, caption, unit)
+
+
 def _bars(found: Comparison) -> dict[str, list[Bar]]:
-    """Return the bars of speed and of peak memory of the arms that did not fail."""
-    arms = [arm for arm in found.arms if arm not in found.failures]
-    speeds = dict.fromkeys(arms[:1], 1.0)
-    speeds |= {arm: speed.mean for arm in arms[1:] if (speed := found.speed(arm)) is not None}
-    peaks = {arm: peak for arm in arms if (peak := found.table.value(PEAK, arm)) is not None}
-    return {
-        "speed": scaled_bars(speeds, {arm: f"{value:.2f}x" for arm, value in speeds.items()}),
-        "peak memory": scaled_bars(peaks, {arm: summary_of(found, arm)["peak memory"] for arm in peaks}),
+    """Return the bars of speed and of peak memory of the arms that did not fail, by caption."""
+    colors = {arm: index for index, arm in enumerate(found.arms) if arm not in found.failures}
+    speeds, words = dict[str, float](), dict[str, str]()
+    for arm in colors:
+        speed = None if arm == found.arms[0] else found.speed(arm)
+        if speed is not None or arm == found.arms[0]:
+            speeds[arm] = 1.0 if speed is None else speed.mean
+            words[arm] = "1" if speed is None else f"{speed.mean:.2f}x"
+    peaks = {arm: peak for arm in colors if (peak := found.table.value(PEAK, arm)) is not None}
+    groups = {
+        "Speed (longer is faster)": (speeds, words),
+        "Peak memory (shorter is smaller)": (peaks, {arm: format_bytes(int(peak)) for arm, peak in peaks.items()}),
     }
+    return {
+        caption: [
+            Bar(colors[arm], name_of(found, arm), text[arm], value / max(values.values()))
+            for arm, value in values.items()
+        ]
+        for caption, (values, text) in groups.items()
+        if len(values) > 1
+    }
+
+
+def _reasons(found: Comparison, arm: str) -> list[tuple[str, ...]]:
+    """Return the name, both values, numerical effect and reason of every change of an arm."""
+    plan = found.plans[arm]
+    choices = [getattr(plan, name) for name in found.changes.get(arm, ())]
+    return [
+        (*change, choice.effect.value, choice.reason)
+        for change, choice in zip(changes_of_arm(found, arm), choices, strict=False)
+    ]

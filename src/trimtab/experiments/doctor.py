@@ -27,11 +27,6 @@ class DiagnosisLine:
     detail: str
 
 
-def diagnose() -> tuple[DiagnosisLine, ...]:
-    """Return all findings; takes a second or two to time the CPU's peak FLOP/s."""
-    return tuple(_findings())
-
-
 def energy_finding(meter: MeterFacts) -> DiagnosisLine:
     """Return the energy meter with its devices' power limits (read, never set), or the reason for its absence."""
     limits = [f"power limit of {each.device}: {each.watts:.0f} W{_settable(each)}" for each in meter.limits]
@@ -46,7 +41,8 @@ def _settable(limit: PowerLimit) -> str:
     return f" (driver range {' to '.join(bounds)} W)"
 
 
-def _findings() -> Iterator[DiagnosisLine]:
+def diagnose() -> Iterator[DiagnosisLine]:
+    """Yield all findings; takes a second or two to time the CPU's peak FLOP/s."""
     found = environment()
     yield DiagnosisLine("python", True, found["python"])
     yield DiagnosisLine("torch", True, found["torch"])

@@ -23,8 +23,7 @@ from trimtab.energy.energy_meter import EnergyClock
 from trimtab.experiments import loop_setup
 from trimtab.experiments.loops import Loop, evaluated
 from trimtab.experiments.task_loops import Setup
-from trimtab.experiments.train_record import RunSettings, record_of
-from trimtab.experiments.train_summary import carbon_figures, told_carbon
+from trimtab.experiments.train import RunSettings, carbon_figures, record_of, told_carbon
 from trimtab.measure.finite_check import nonfinite_parameter
 from trimtab.measure.machine import environment
 from trimtab.measure.timing import synchronize

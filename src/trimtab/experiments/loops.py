@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import random
 import time
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -30,6 +31,7 @@ from trimtab.plans.plan import Plan
 from trimtab.state import process_state
 from trimtab.training.batch import BatchSplitting, Count, Split, to_device
 from trimtab.training.run import LossFn
+from trimtab.training.split_conditions import UnprovedSplitWarning
 
 Step = Callable[[nn.Module, torch.optim.Optimizer, Any], Any]
 Evaluate = Callable[[nn.Module], Any]
@@ -305,7 +307,11 @@ def planned_steps(
     options: dict[str, Any] = {"modules": loop.modules, "count": loop.count, "split": loop.split}
     options["total_samples"] = total_samples
     drawn = _CountedBatches(batches, loop.batching)
-    with start(loop.model, loop.optimizer, plan, clip_norm=clip_norm, **options) as run:
+    with warnings.catch_warnings():
+        # Reported once, when the arm is made.
+        warnings.simplefilter("ignore", UnprovedSplitWarning)
+        started = start(loop.model, loop.optimizer, plan, clip_norm=clip_norm, **options)
+    with started as run:
         if loop.accumulate > 1 and plan.batch_rule is None:
             run.of_batches(loop.accumulate)
         for window in run.windows(drawn):

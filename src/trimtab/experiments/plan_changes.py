@@ -19,7 +19,7 @@ def changes_of(plan: Plan, reference: Reference) -> tuple[str, ...]:
 
     `Choice.changed` is ignored. Refinements of a choice, such as `warmup_fraction` of the schedule, are left out.
     """
-    loop = _loop_values(plan, reference)
+    loop = loop_values(plan, reference)
     return tuple(name for name, choice in plan.choices() if choice.value != loop[name] and name not in _BELONGS)
 
 
@@ -29,7 +29,7 @@ def with_only(plan: Plan, kept: Collection[str], reference: Reference) -> Plan:
     Raises:
         ValueGivenError, FormatError: a kept change requires a change that is left out.
     """
-    loop = _loop_values(plan, reference)
+    loop = loop_values(plan, reference)
     values: dict[str, Any] = {
         name: replace(unchanged(name), value=value)
         for name, value in loop.items()
@@ -45,9 +45,10 @@ def with_only(plan: Plan, kept: Collection[str], reference: Reference) -> Plan:
     )
 
 
-def _loop_values(plan: Plan, reference: Reference) -> dict[str, Scalar]:
+def loop_values(plan: Plan, reference: Reference) -> dict[str, Scalar]:
     """Return the value of every setting in the unchanged loop; the loop's own fused optimizer counts as unchanged."""
     kept: dict[str, Scalar] = {name: setting.default for name, setting in SETTINGS.items()}
-    kept |= {"micro_batch": plan.batch_size, "precision": reference.precision, "clip_norm": reference.clip_norm}
+    micro_batch = -(-plan.batch_size // plan.reference.accumulate)
+    kept |= {"micro_batch": micro_batch, "precision": reference.precision, "clip_norm": reference.clip_norm}
     kept |= {} if plan.fused_optimizer.changed else {"fused_optimizer": plan.fused_optimizer.value}
     return kept if plan.num_ranks == 1 else kept | {"zero_stage": 0}

@@ -23,93 +23,30 @@ from trimtab.distributed.zero_stage_inputs import traces_of_ranks, with_traces
 from trimtab.experiments.task_plans import loop_of, profile_task, profile_there, task_of_rank
 from trimtab.measure.fake_tensors import FakeCudaMode
 from trimtab.measure.machine import device_name
-from trimtab.planner.zero_stage import RefusedStage, StageCost, Stages, choose_stage, stages_text, ways_of
+from trimtab.planner.zero_stage import RefusedStage, Stages, choose_stage, stages_text, ways_of
 from trimtab.plans.plan import Plan, ZeroStageCost
-from trimtab.plans.profile import Profile
 from trimtab.profiling.communication_profile import step_shape
 from trimtab.tasks import load_task
 from trimtab.tasks.placement import device_here
 from trimtab.tasks.task import Task
 
-# ZeRO stages as numbers for JSON output.
-
 
 def stage_figures(stages: Stages) -> tuple[ZeroStageCost, ...]:
-    """Return the costs of all ways to shard the model, in table order."""
-    return tuple(map(_figures, stages))
-
-
-def _figures(each: StageCost | RefusedStage) -> ZeroStageCost:
-    stage, reduces_once = each.way
-    if isinstance(each, RefusedStage):
-        return ZeroStageCost(stage, reduces_once, each.refusal, code=each.code)
-    return ZeroStageCost(
-        stage,
-        reduces_once,
-        peak_bytes=each.peak_bytes,
-        window_s=each.window_s,
-        waiting_s=each.cost.exposed_s,
-        micro_batch=int(each.plan.micro_batch.value or 1),
-        num_micro_batches=each.plan.num_micro_batches,
-        reduce_dtype=str(each.plan.reduce_dtype.value),
-    )
-
-
-# `trimtab plan TASK --ranks N`: plan for several ranks from a single process, by tracing.
-
-
-def plan_ranks(
-    task: Task,
-    ranks: int,
-    link: str,
-    *,
-    device: str | None,
-    engine: str = "torch",
-    budget: Budget,
-    objective: Objective,
-    progress: Callable[[str], None],
-) -> tuple[Plan, Stages, Profile]:
-    """Return a plan for every rank, the costs of all ways to shard the model, and the profile.
-
-    Args:
-        task: the task.
-        ranks: number of ranks.
-        link: interconnect by its name in the table, or nodes ("8 x nvlink + ib").
-        device: target device that is not present; None to measure a rank's shard on this machine.
-        engine: sharding backend.
-        budget, objective: limits and weights of the plan.
-        progress: receives progress messages.
-
-    Raises:
-        ValueGivenError: energy is weighed or limited, there are more ranks than samples per batch, or the link or
-            device is
-            unknown.
-        InfeasibleError: no ZeRO stage meets the limits.
-        ModelError: the steps cannot be traced.
-    """
-    if objective.energy > 0 or budget.energy is not None:
-        raise ValueGivenError(
-            "energy",
-            problem=f"Energy cannot be predicted for {ranks} ranks, so it can have neither a weight nor a limit.",
-            hint="Remove --energy-weight, or plan for one rank.",
-            code="energy.several_ranks",
+    """Return the costs of all ways to shard the model, in table order, for JSON."""
+    return tuple(
+        ZeroStageCost(*each.way, each.refusal, code=each.code)
+        if isinstance(each, RefusedStage)
+        else ZeroStageCost(
+            *each.way,
+            peak_bytes=each.peak_bytes,
+            window_s=each.window_s,
+            waiting_s=each.cost.exposed_s,
+            micro_batch=int(each.plan.micro_batch.value or 1),
+            num_micro_batches=each.plan.num_micro_batches,
+            reduce_dtype=str(each.plan.reduce_dtype.value),
         )
-    share = task_of_rank(task, ranks)
-    ring_link(link, device or device_name(device_here()), ranks)  # Validates the link before anything is measured.
-    if device is None:
-        found = profile_task(share, budget=budget, objective=objective, progress=progress)
-        found = with_traces(found, loop_of(share, found.device.kind), progress)
-    else:
-        found = profile_there(share, device, budget=budget, objective=objective, progress=progress)
-    calibration = LinkCalibration(ring_link(link, found.device.name, ranks))
-    loop = loop_of(share, "cpu" if device is not None else found.device.kind)
-    with contextlib.nullcontext() if device is None else FakeCudaMode():
-        traces = traces_of_ranks(found, loop, ranks, progress, ways_of(engine))
-    with torch.device("meta"):
-        model = task.make_model()
-    plan, costs = choose_stage(found, traces, ranks, calibration, functools.partial(step_shape, model, found), engine)
-    where = f"{ranks} ranks of {found.device.name}, over {calibration.link.name}"
-    return replace(plan, target_device=where, stages=stage_figures(costs)), costs, found
+        for each in stages
+    )
 
 
 @dataclass(frozen=True)
@@ -190,32 +127,53 @@ class RankPlanResult:
 def rank_page(
     name: str, asked: RankPlanOptions, *, budget: Budget, objective: Objective, progress: Callable[[str], None]
 ) -> RankPlanResult:
-    """Return the plan of a task for several ranks.
+    """Return the plan of a task for every rank, made in a single process by tracing.
 
     Raises:
-        ValueGivenError: the loop does not support the sharding backend. For further errors see `plan_ranks`.
+        ValueGivenError: energy is weighed or limited, there are more ranks than samples per batch, the link or device
+            is unknown, or the sharding backend does not support the loop.
+        InfeasibleError: no ZeRO stage meets the limits.
+        ModelError: the steps cannot be traced.
     """
-    task = load_task(name)
+    task, ranks, device = load_task(name), asked.ranks, asked.device
     assert asked.link is not None
-    if asked.engine == "deepspeed":
-        _check_precision(task)
-    how = {"device": asked.device, "engine": asked.engine, "budget": budget, "objective": objective}
-    plan, stages, _ = plan_ranks(task, asked.ranks, asked.link, progress=progress, **how)
-    if asked.engine != "deepspeed":
-        return RankPlanResult(plan, stages, None)
+    _require_supported(task, asked, budget, objective)
+    share = task_of_rank(task, ranks)
+    ring_link(
+        asked.link, device or device_name(device_here()), ranks
+    )  # Validates the link before anything is measured.
+    if device is None:
+        found = profile_task(share, budget=budget, objective=objective, progress=progress)
+        found = with_traces(found, loop_of(share, found.device.kind), progress)
+    else:
+        found = profile_there(share, device, budget=budget, objective=objective, progress=progress)
+    calibration = LinkCalibration(ring_link(asked.link, found.device.name, ranks))
+    loop = loop_of(share, "cpu" if device is not None else found.device.kind)
+    with contextlib.nullcontext() if device is None else FakeCudaMode():
+        traces = traces_of_ranks(found, loop, ranks, progress, ways_of(asked.engine))
     with torch.device("meta"):
         model = task.make_model()
-    return RankPlanResult(plan, stages, config_for(model, plan))
+    shape = functools.partial(step_shape, model, found)
+    plan, stages = choose_stage(found, traces, ranks, calibration, shape, asked.engine)
+    where = f"{ranks} ranks of {found.device.name}, over {calibration.link.name}"
+    plan = replace(plan, target_device=where, stages=stage_figures(stages))
+    return RankPlanResult(plan, stages, config_for(model, plan) if asked.engine == "deepspeed" else None)
 
 
-def _check_precision(task: Task) -> None:
-    """Raise an error, before planning, for an fp16 loop with DeepSpeed."""
-    if task.reference.precision == "fp16":
+def _require_supported(task: Task, asked: RankPlanOptions, budget: Budget, objective: Objective) -> None:
+    if asked.engine == "deepspeed" and task.reference.precision == "fp16":
         raise ValueGivenError(
             "--engine",
             problem=f"The loop of {task.name} is in fp16, which is not supported with --engine deepspeed.",
             hint="Use another precision, or --engine torch.",
             code="engine.precision_unsupported",
+        )
+    if objective.energy > 0 or budget.energy is not None:
+        raise ValueGivenError(
+            "energy",
+            problem=f"Energy cannot be predicted for {asked.ranks} ranks, so it can have neither a weight nor a limit.",
+            hint="Remove --energy-weight, or plan for one rank.",
+            code="energy.several_ranks",
         )
 
 

@@ -6,10 +6,11 @@ single job, and the table covers all jobs in the folder; this allows jobs on sev
 
 from __future__ import annotations
 
+import contextlib
 import re
 import sys
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -40,8 +41,7 @@ from trimtab.experiments.result_table import BASELINE, PLANNED, ResultTable
 from trimtab.experiments.scaling import ALONE, FILE, MODES, Scaling, ScalingJob
 from trimtab.experiments.subject import Arms, RunOptions, Subject, plain_options, process_kept
 from trimtab.experiments.task_loops import Setup
-from trimtab.experiments.task_plans import task_of_rank
-from trimtab.experiments.task_ranks import job_ranks, refuse_on_ranks, require_same_task
+from trimtab.experiments.task_plans import job_ranks, refuse_on_ranks, require_same_task, task_of_rank
 from trimtab.measure.machine import environment
 from trimtab.planner.multi_rank_plan import for_one_process, for_replicas
 from trimtab.plans.plan import Plan
@@ -144,7 +144,7 @@ def scale(
                 hint="Start the command once for each number of ranks, with the same --out.",
                 code="option.conflict",
             )
-        with process_group(), job_ranks() as together:
+        with _warnings_of_first(here.rank, job), process_group(), job_ranks() as together:
             number = job
             if number is None:
                 with ResultFolder(out, together).claimed(_settings(subject, options), any_threads=True):
@@ -159,6 +159,15 @@ def scale(
     table = Scaling(subject.name, tuple(jobs))
     write_whole(out / FILE, to_json(table))
     return table
+
+
+@contextlib.contextmanager
+def _warnings_of_first(rank: int, job: int | None) -> Iterator[None]:
+    """Show the warnings of rank 0 in the first round only, because the other processes repeat them."""
+    with warnings.catch_warnings():
+        if rank or job:
+            warnings.simplefilter("ignore")
+        yield
 
 
 def _run_rounds(out: Path, options: ScaleOptions, launch: Launch, progress: Progress) -> None:

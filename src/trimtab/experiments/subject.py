@@ -33,8 +33,7 @@ from trimtab.experiments.result_folder import ResultFolder
 from trimtab.experiments.result_table import LOSS, ResultTable, Row
 from trimtab.experiments.step_check import check_step
 from trimtab.experiments.task_loops import STRICT, Setup, TaskLoops
-from trimtab.experiments.task_plans import require_fits, task_of_rank
-from trimtab.experiments.task_ranks import refuse_on_ranks, require_same_task
+from trimtab.experiments.task_plans import refuse_on_ranks, require_fits, require_same_task, task_of_rank
 from trimtab.experiments.time_to_target import QualityMetric
 from trimtab.measure.machine import device_spec, environment
 from trimtab.measure.timing import LOADED, processor_fraction
@@ -46,6 +45,7 @@ from trimtab.state.process_state import ProcessState
 from trimtab.tasks.task import Task
 from trimtab.techniques.cuda_graphs import steps_to_launch
 from trimtab.training.apply_plan import WINDOWS
+from trimtab.training.split_conditions import warn_of_unproved_split
 
 STEPS, PAIRS = 100, 5
 _LEAD_STEPS = 1
@@ -141,6 +141,8 @@ class Arms:
         self, name: str, setup: Setup, reference: Reference, plan: Plan, *, samples: int | None, horizon: int | None
     ) -> None:
         """Add a loop with a plan; `horizon` are the samples of a plan's learning-rate schedule."""
+        if not self.plans:  # The first plan has every change of the others.
+            warn_of_unproved_split(plan)
         how = {"total_samples": horizon} if plan.schedule.value != "user" else {}
         steps = partial(_planned_steps, plan=plan, options=how)
         hides = plan.engine.value == "deepspeed"

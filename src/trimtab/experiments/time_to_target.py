@@ -13,6 +13,8 @@ from trimtab.experiments import result_table
 from trimtab.experiments.result_table import Evaluated, ResultTable
 from trimtab.planner.statistics import MIN_PAIRS_FOR_VERDICT, Interval, is_gain, ratio_interval, resolution
 
+EQUAL_LOSS = 0.5  # Percent of a loss, or points or percent of a metric; the paper's limit on quality (math: section 8).
+
 
 @dataclass(frozen=True)
 class QualityMetric:

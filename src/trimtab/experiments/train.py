@@ -4,36 +4,199 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from trimtab.api import start
+from trimtab.api import Metering, start
+from trimtab.carbon.intensity import Carbon, Intensity, carbon_of, sum_carbon
+from trimtab.checkpoint.config import Checkpoints
 from trimtab.core import validation
+from trimtab.core.choice import Choice
+from trimtab.core.energy_reading import Energy, Provenance, sum_energy
 from trimtab.core.errors import FormatError, ValueGivenError
 from trimtab.core.progress import Progress
-from trimtab.core.record import Header
+from trimtab.core.record import Header, RecordWriter
 from trimtab.core.serialization import to_jsonable
 from trimtab.core.stateful import require_keys
 from trimtab.distributed.process_group import job_position, total
 from trimtab.distributed.rank_energy import meter_of_rank
 from trimtab.distributed.sharded_loader import shard
 from trimtab.energy.energy_meter import EnergyClock
-from trimtab.experiments.task_ranks import require_same_task
-from trimtab.experiments.train_record import RunSettings, record_of
-from trimtab.experiments.train_summary import TrainingPart, figures_of, told_carbon
+from trimtab.experiments.task_plans import require_same_task
+from trimtab.integrations.trackers import tracker_named
+from trimtab.integrations.tracking import TrackedRecord
 from trimtab.losses import parts_of
 from trimtab.measure.finite_check import nonfinite_parameter
 from trimtab.measure.machine import environment
 from trimtab.measure.timing import synchronize
 from trimtab.plans.plan import Plan
 from trimtab.tasks.placement import device_here, place_data, prefetch
-from trimtab.tasks.task import Task, TaskData
+from trimtab.tasks.task import DataSource, Task, TaskData
 from trimtab.training.run import Run
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunSettings:
+    """Settings of a training run of a task or a function.
+
+    Args:
+        seed: seed of weights and data order.
+        record: path of a new record, or of this run's record if resuming from checkpoints.
+        metering: source of energy figures.
+        checkpoints: checkpoint settings, or None.
+        grid: carbon intensity in grams per kWh, for carbon figures.
+        tracks: experiment trackers, in the format of `tracker_named`.
+        nonfinite: policy for a non-finite loss or parameter, as in `trimtab.start`.
+    """
+
+    seed: int = 0
+    record: Path | None = None
+    metering: Metering | None = None
+    checkpoints: Checkpoints | None = None
+    grid: Intensity | None = None
+    tracks: tuple[str, ...] = ()
+    nonfinite: str = "error"
+
+    @property
+    def begins_record(self) -> bool:
+        """True if the run starts a new record instead of continuing an existing record."""
+        return self.record is not None and not self.record.exists()
+
+
+def require_trackers(tracks: Sequence[str], record: Path | None) -> None:
+    """Raise an error, before measuring, if a tracker cannot follow the record.
+
+    Raises:
+        ValueGivenError: there is no record, or an unknown tracker.
+        DependencyError: the tracker's package is missing.
+    """
+    for each in tracks:
+        tracker_named(each)
+    if tracks and record is None:
+        raise ValueGivenError(
+            "--track",
+            problem=f"--track {tracks[0]} needs a record, whose lines are sent to the tracker.",
+            hint="Add --record run.jsonl.",
+            code="option.required",
+        )
+
+
+def record_of(path: Path | None, header: Header, tracks: Sequence[str], *, continues: bool) -> RecordWriter | None:
+    """Return the writer of a run's record, with trackers; None without a record and on ranks other than 0.
+
+    Raises:
+        FormatError: the file exists already or cannot be written.
+    """
+    if path is None or job_position().rank:
+        return None
+    try:
+        if tracks:
+            return TrackedRecord(path, header, [tracker_named(each) for each in tracks], continues=continues)
+        return RecordWriter(path, header, continues=continues)
+    except FileExistsError:
+        raise FormatError(
+            "--record",
+            problem=f"The file {path} exists already.",
+            hint="Name a new file, or delete the old one.",
+            code="record.exists",
+        ) from None
+    except OSError as error:
+        raise FormatError(
+            "--record",
+            problem=f"The record {path} cannot be written: {error.strerror or error}.",
+            hint="Name another file.",
+            code="record.not_writable",
+        ) from None
+
+
+@dataclass(frozen=True)
+class TrainingPart:
+    """Training from a start to a pause, or to the end.
+
+    Args:
+        samples_before: samples trained on before this part.
+        done: batches done at the end of this part.
+        seconds: seconds of training.
+        terms: loss terms counted.
+        energy: energy of training.
+        carbon: carbon emissions, or None.
+        loss: the last loss.
+        value: value of the task's metric; None if paused.
+        data: source of the data.
+        where: placement of the data (host or device), with the reason.
+    """
+
+    samples_before: int
+    done: int
+    seconds: float
+    terms: float
+    energy: Energy
+    carbon: Carbon | None
+    loss: float
+    value: float | None
+    data: DataSource
+    where: Choice
+
+    @property
+    def is_paused(self) -> bool:
+        """True if the run has remaining steps."""
+        return self.value is None
+
+
+def figures_of(task: Task, steps: int, parts: Sequence[TrainingPart]) -> dict[str, Any]:
+    """Return the named figures of a run, summed over parts.
+
+    For a resumed run, throughput covers only the resumed part.
+    """
+    first, last = parts[0], parts[-1]
+    seconds = math.fsum(part.seconds for part in parts)
+    energy = last.energy if len(parts) == 1 else sum_energy([part.energy for part in parts], in_turn=True)
+    found = {
+        "task": task.name,
+        "steps": steps,
+        "rows": steps * task.batch_size,
+        "ranks": job_position().num_ranks,
+        **({"resumed_at_rows": first.samples_before} if first.samples_before else {}),
+        "train_s": round(seconds, 3),
+        f"{task.terms}_per_s": round(math.fsum(part.terms for part in parts) / seconds, 1),
+        "energy": energy.describe(),
+        "energy_j": energy.joules,
+        **carbon_figures([part.carbon for part in parts if part.carbon is not None]),
+        # Absent if no step remained.
+        **({} if last.done * task.batch_size == last.samples_before else {"loss": last.loss}),
+        "data": f"{last.data.name} ({last.data.origin})",
+        "data_on": f"{last.where.value}: {last.where.reason}",
+    }
+    return found | {_name_beside(task.metric.name, found): last.value}
+
+
+def _name_beside(metric: str, found: Mapping[str, Any]) -> str:
+    """Return the name of the held-out metric, prefixed if it collides with a training figure such as the loss."""
+    return f"held_out_{metric}" if metric in {*found, "loss"} else metric
+
+
+def carbon_figures(parts: Sequence[Carbon]) -> dict[str, Any]:
+    """Return the named carbon figures of a run in parts; empty without parts."""
+    if not parts:
+        return {}
+    found = sum_carbon(parts)
+    return {"carbon": found.describe(), "carbon_g": found.grams, "carbon_kind": found.kind}
+
+
+def told_carbon(seconds: float, energy: Energy, grid: Intensity) -> Carbon:
+    """Return the carbon emissions of a run that ended just now after `seconds` seconds, at constant power."""
+    try:
+        return carbon_of(time.time() - seconds, energy, grid)
+    except ValueGivenError as error:  # An intensity file that ends before the run does must not lose the training.
+        return Carbon(None, grid.kind, Provenance.ABSENT, str(error))
+
 
 # A task's loss with a count of its terms, for throughput.
 

@@ -17,9 +17,8 @@ from trimtab.carbon.services import IntensitySource
 from trimtab.checkpoint.config import Checkpoints
 from trimtab.experiments import train as train_module
 from trimtab.experiments import train_command
-from trimtab.experiments.carbon_aware_training import CarbonRequest, Clock
 from trimtab.experiments.train import TrainingOptions
-from trimtab.experiments.train_command import LowCarbonOptions
+from trimtab.experiments.train_command import Clock, LowCarbonOptions
 from trimtab.plans.plan import Plan
 
 HOUR = 3600.0
@@ -101,5 +100,5 @@ class Day:
     def train(self, source: IntensitySource, folder: Path | None = None, *, by_h: float = 10, **options) -> dict:
         """Train as the command does, with pauses where the run is kept."""
         pause_s = None if folder is None else STEP_S
-        hours = LowCarbonOptions(CarbonRequest(source, NOW + by_h * HOUR), pause_s, STEPS * STEP_S, watts=1000.0)
+        hours = LowCarbonOptions(source, NOW + by_h * HOUR, pause_s, STEPS * STEP_S, watts=1000.0)
         return train_command.train_clean(self.training(folder, **options), hours, self.told.append)

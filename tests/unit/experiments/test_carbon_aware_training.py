@@ -15,7 +15,6 @@ from trimtab.carbon.services import ConstantIntensity
 from trimtab.checkpoint.atomic_directory import committed_folders
 from trimtab.core.errors import FormatError
 from trimtab.core.record import read_record
-from trimtab.experiments.carbon_aware_training import CarbonRequest
 from trimtab.experiments.train_command import LowCarbonOptions, train_clean, train_now
 
 
@@ -201,9 +200,7 @@ def test_a_run_that_is_over_is_evaluated_without_a_wait(day, tmp_path):
 
 
 def test_what_cannot_be_gone_on_with_is_refused_before_the_wait(day, tmp_path):
-    hours = LowCarbonOptions(
-        CarbonRequest(Hourly((300, 300, 300, 100, 100, 100, 100)), NOW + 7 * HOUR), STEP_S, STEPS * STEP_S
-    )
+    hours = LowCarbonOptions(Hourly((300, 300, 300, 100, 100, 100, 100)), NOW + 7 * HOUR, STEP_S, STEPS * STEP_S)
     asked = day.training(tmp_path / "kept")
     asked = replace(asked, checkpoints=replace(asked.checkpoints, resume="always"))
     with raises(FormatError, code="checkpoint.missing"):

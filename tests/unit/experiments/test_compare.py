@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import warnings
 from dataclasses import replace
 
 import pytest
@@ -76,7 +77,21 @@ def test_a_plan_of_the_user_is_compared_and_undone():
     assert all(group["fused"] in (None, False) for loop in seen for group in loop.optimizer.param_groups)
     assert "norm" in str(found)
     assert len(str(found).splitlines()) <= 25
-    assert all(len(line) <= 120 for line in str(found).splitlines())
+    assert all(len(line) <= 80 for line in str(found).splitlines())
+
+
+def test_a_split_without_proof_is_warned_of_once():
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        trimtab.ablate(quick, steps=4, pairs=1, plan=Plan.fixed(8, 4, fused_optimizer=True))
+    assert [each.category for each in seen].count(trimtab.UnprovedSplitWarning) == 1
+
+
+def test_a_batch_larger_than_the_loop_accumulates_is_a_change():
+    plan = replace(Plan.fixed(16), reference=trimtab.Reference("fp32", accumulate=2))
+    found = trimtab.compare(lambda seed: make_loop(accumulate=2), plan=plan, steps=4, pairs=1)
+    assert found.changes["plan"] == ("micro_batch",)
+    assert "8 samples -> 16 samples" in str(found)
 
 
 def test_an_ablation_has_each_change_alone_and_left_out():
@@ -261,4 +276,4 @@ def test_the_headline_tells_a_precision_above_the_baseline_s():
         return loss
 
     found = trimtab.compare(lambda seed: make_loop(step=step), plan=Plan.fixed(8, 8), steps=6, pairs=1)
-    assert "precision fp32" in str(found).splitlines()[0]
+    assert "bf16 -> fp32" in str(found)

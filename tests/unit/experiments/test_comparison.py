@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import struct
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
-from trimtab.core.energy_reading import MeterFacts, Provenance
+from trimtab.core.choice import Proof
+from trimtab.core.energy_reading import NO_METER, MeterFacts, Provenance
 from trimtab.core.errors import FormatError
 from trimtab.core.hardware import DeviceSpec
 from trimtab.core.objective import Reference
 from trimtab.core.serialization import from_json, to_json
 from trimtab.experiments.benchmark_rows import benchmark_object
-from trimtab.experiments.comparison import Comparison, headline_of, html_of, text_of
+from trimtab.experiments.comparison import Comparison, headline_of, html_of, screen_of
 from trimtab.experiments.result_table import CONTROL, ENERGY, FLOPS, LOSS, PEAK, SAMPLES, SECONDS, ResultTable, Row
 from trimtab.experiments.time_to_target import QualityMetric
 from trimtab.plans.plan import Plan
@@ -128,13 +131,73 @@ def test_rows_have_the_names_of_benchmarks():
     assert {row["setting"] for row in ablated if "change" in row} == {"alone", "in the plan", "together"}
 
 
-def test_the_text_fits_a_screen_and_says_what_failed():
-    found = comparison({"plan": 2.0}, failures={"other": "out of memory"})
-    lines = text_of(found).splitlines()
+@pytest.mark.parametrize("width", [60, 80])
+def test_the_screen_has_few_short_lines_with_headline_figures_changes_and_report(width):
+    found = comparison({"plan": 2.0}, failures={"other": "out of memory"}, changes={"plan": ("micro_batch",)})
+    lines = screen_of(found, width, "runs/a/report.html").splitlines()
     assert len(lines) <= 25
-    assert lines[0].startswith("gain: plan")
-    assert any("other failed: out of memory" in line for line in lines)
-    assert headline_of(replace(found, failures={"plan": "diverged"})) == "plan failed: diverged"
+    assert max(map(len, lines)) <= width
+    assert lines[0].startswith("gain: trimtab's plan has 2.00x")
+    assert "67% less peak memory" in " ".join(lines[:3])
+    assert "  micro-batch  10 samples -> 5 samples" in lines
+    assert "- other failed: out of memory" in lines
+    assert lines[-1] == "report: runs/a/report.html"
+    assert not any("baseline" in line for line in lines)
+    assert headline_of(replace(found, failures={"plan": "diverged"})) == "trimtab's plan failed: diverged"
+
+
+def test_the_screen_shows_measured_quantities_only_and_details_show_the_rest():
+    found = comparison({"plan": 2.0})
+    assert "energy/sample" in screen_of(found)
+    assert "rapl" in found.details()
+    bare = comparison({"plan": 2.0}, losses=False, plans={})
+    kept = [row for row in bare.table if row.metric not in (ENERGY, PEAK)]
+    text = screen_of(replace(bare, table=ResultTable.of(kept), meter=NO_METER))
+    for word in ("energy", "memory", "loss", "changes", "report"):
+        assert word not in text
+
+
+def test_a_long_screen_is_cut_and_the_report_stays():
+    found = comparison({"plan": 2.0}, notes=tuple(f"caveat {number}: " + "words " * 40 for number in range(20)))
+    lines = screen_of(found, 80, "report.html").splitlines()
+    assert 23 <= len(lines) <= 25
+    assert "--verbose" in lines[-2]
+    assert lines[-1] == "report: report.html"
+    assert len(found.details().splitlines()) > 25
+
+
+def test_an_ablation_has_a_line_per_change():
+    speeds = dict(zip(CHANGES, (3.0, 1.5, 1.2, 1.1, 2.0), strict=True))
+    text = screen_of(comparison(speeds, changes=CHANGES, kind="ablation"), 60)
+    assert max(map(len, text.splitlines())) <= 60
+    assert any(line.startswith("precision") and "1.50x gain" in line for line in text.splitlines())
+    assert any(line.startswith("micro-batch") and "1.50x gain" in line for line in text.splitlines())
+
+
+@pytest.mark.parametrize("slower", [0.5, 2.0])
+def test_a_higher_memory_is_in_the_headline(slower):
+    found = comparison({"plan": slower})
+    rows = [row._replace(value=3 * 2.0**30) if row[0::3] == ("plan", PEAK) else row for row in found.table]
+    assert "200% more peak memory" in headline_of(replace(found, table=ResultTable.of(rows)))
+
+
+def test_the_numerics_are_named_as_proved_or_changed():
+    holds = Proof(True, "two optimizer steps agree", "proof.holds")
+    plan = replace(Plan.fixed(10, 5), proof=holds)
+    changes = {"plan": ("micro_batch",)}
+    assert "Same numerics" in headline_of(comparison({"plan": 2.0}, plans={"plan": plan}, changes=changes))
+    assert "not proved" in headline_of(comparison({"plan": 2.0}, changes=changes))
+    differs = replace(plan, proof=Proof(False, "layer.weight differs", "proof.differs"))
+    assert "layer.weight differs" in headline_of(comparison({"plan": 2.0}, plans={"plan": differs}, changes=changes))
+    tuned = Plan.fixed(10, 5, schedule="warmup_cosine")
+    found = comparison({"plan": 2.0}, plans={"plan": tuned}, changes={"plan": ("schedule",)})
+    assert "Changes the training: schedule" in headline_of(found)
+
+
+def test_a_plan_without_changes_is_named_so():
+    found = comparison({"plan": 1.0}, plans={"plan": Plan.fixed(10)}, changes={"plan": ()})
+    assert "changes nothing" in headline_of(found)
+    assert "changes of" not in screen_of(found)
 
 
 def test_the_headline_of_a_tuned_plan_is_its_time_to_a_target():
@@ -151,10 +214,23 @@ def test_the_page_escapes_what_comes_from_outside_and_refers_to_nothing():
     assert "<script" not in page
     assert "<b>note" not in page
     assert "http" not in page
-    assert "P0" not in page
     assert page.count("<polyline") == 2
     assert html_of(found, is_page=False) in page
     assert "<!DOCTYPE" not in html_of(found, is_page=False)
+
+
+def test_the_page_has_the_changes_with_reasons_and_marks_in_the_colours_of_the_legend():
+    found = comparison({"plan": 2.0, "strong": 0.5}, changes={"plan": ("micro_batch", "fused_optimizer")})
+    page = html_of(found, is_page=True)
+    assert page.count("<dt>") == 2
+    assert page.count("set by hand") >= 2
+    for index, name in enumerate(("your loop", "trimtab's plan", "hand-tuned recipe")):
+        label = name.replace("'", "&#39;")
+        for mark in (f'<polyline class="c{index}"', f'class="c{index}"/></svg> {label}', f'<i class="c{index}"'):
+            assert mark in page
+    assert page.count("<details>") >= 3
+    for internal in ("plan_S", "P0", "P2", "equivalent_plan"):
+        assert internal not in page
 
 
 def test_a_comparison_is_a_value_and_another_schema_is_refused():
@@ -202,3 +278,12 @@ def test_a_limit_judges_plans_against_their_rivals_and_all_loops_of_a_race():
     assert not replace(found, failures={"strict": "diverged"}).is_below(1.05)
     assert replace(found, failures={"plan": "diverged"}).is_below(1.05)
     assert replace(found, kind="race", plans={}).is_below(1.05)
+
+
+def test_the_picture_of_a_report_is_small_and_fits_a_page():
+    picture = (Path(__file__).parents[3] / "docs" / "figures" / "report.png").read_bytes()
+    assert picture[:8] == b"\x89PNG\r\n\x1a\n"
+    assert len(picture) <= 150 * 1024
+    width, height = struct.unpack(">II", picture[16:24])
+    assert 600 <= width <= 1600
+    assert height <= 2 * width

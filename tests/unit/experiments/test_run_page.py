@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from trimtab.core.record import End, Event, Header, RunRecord, StepRecord, summary_of
-from trimtab.experiments.run_page import figures_of, run_page
+from trimtab.experiments.pages import figures_of, run_page
 
 
 def record(steps=20, **changes):

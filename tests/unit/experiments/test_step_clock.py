@@ -16,8 +16,8 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from trimtab.core.recompute_schedule import read_schedule
-from trimtab.experiments import step_clock
-from trimtab.experiments.step_clock import StepClock
+from trimtab.experiments import phases
+from trimtab.experiments.phases import StepClock
 from trimtab.losses import Summed, mean_of
 from trimtab.measure.blocks import find_blocks, find_parts
 from trimtab.measure.memory_trace import trace_work
@@ -148,7 +148,7 @@ class Time:
     def __init__(self, monkeypatch) -> None:
         self._kept = OutOfReach(now=0.0)
         self.now = 0.0
-        monkeypatch.setattr(step_clock, "time", SimpleNamespace(perf_counter=lambda: self.now))
+        monkeypatch.setattr(phases, "time", SimpleNamespace(perf_counter=lambda: self.now))
 
     @property
     def now(self) -> float:
@@ -241,7 +241,7 @@ def test_what_a_reduction_waits_for_after_the_backward_is_communication(monkeypa
     model = nn.Linear(4, 1)
 
     def reduces(_):
-        step_clock._queue_callback(lambda: clock.waits("wait", "wait", 0.5))
+        phases._queue_callback(lambda: clock.waits("wait", "wait", 0.5))
 
     model.weight.register_post_accumulate_grad_hook(reduces)
     for waits, expected in ((True, "communication"), (False, "rest")):
@@ -270,9 +270,9 @@ class Passed(torch.cuda.Event):
 
 
 def test_on_cuda_events_are_read_once_they_have_passed(monkeypatch):
-    monkeypatch.setattr(step_clock, "stamp", lambda device: Passed())
+    monkeypatch.setattr(phases, "stamp", lambda device: Passed())
     told = "the host's clock is that of enqueueing"
-    monkeypatch.setattr(step_clock.time, "perf_counter", lambda: pytest.fail(told))
+    monkeypatch.setattr(phases.time, "perf_counter", lambda: pytest.fail(told))
     loop = Loop(*cnn(), device=torch.device("cuda"))
     with loop.clock.on(loop.model):
         loop.step()

@@ -12,7 +12,7 @@ from torch import nn
 import trimtab
 from trimtab.core.errors import OptimizerError
 from trimtab.core.record import read_record
-from trimtab.experiments.run_page import run_page
+from trimtab.experiments.pages import run_page
 from trimtab.plans.plan import Plan
 
 ROWS = 8
