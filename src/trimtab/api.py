@@ -16,7 +16,7 @@ from trimtab.checkpoint.config import Checkpoints
 from trimtab.checkpoint.manager import kept
 from trimtab.core import validation
 from trimtab.core.batch_rule import BatchRule
-from trimtab.core.errors import ValueGivenError
+from trimtab.core.errors import ModelError, ValueGivenError
 from trimtab.core.hardware import DeviceSpec, absent_device
 from trimtab.core.objective import ASSUMED_REFERENCE, Budget, Objective, Reference
 from trimtab.core.progress import silent
@@ -554,11 +554,12 @@ def start(
         UsageError: the plan does not fit this model, optimizer or device. Nothing was changed.
     """
     if not isinstance(plan, Plan):
+        by_hand = f"Plan.fixed({plan})" if type(plan) is int else "Plan.fixed(batch_size)"
         raise ValueGivenError(
             "plan",
             got=f"a {type(plan).__name__}",
             expected="a trimtab.Plan",
-            hint="Make a plan with trimtab.plan(...) or trimtab.Plan.fixed(batch_size).",
+            hint=f"Make a plan with trimtab.plan(...) or trimtab.{by_hand}, or read one with trimtab.Plan.load(path).",
             code="plan.not_plan",
         )
     if energy is not None and record is None:
@@ -568,6 +569,14 @@ def start(
             hint="Pass record=trimtab.RecordWriter(path, header).",
             code="energy.no_record",
         )
+    if isinstance(model, nn.Module) and any(each.is_meta for each in model.parameters()):
+        raise ModelError(
+            "model",
+            got="parameters on the device 'meta', which have no values",
+            expected="a model on the CPU or a GPU",
+            hint="Call model.to_empty(device=...) and load or initialise the weights first.",
+            code="model.on_meta",
+        )
     backend = backend_of(
         model,
         plan,
@@ -576,7 +585,7 @@ def start(
     exchange, beside = backend.exchange, modules_beside(model, modules)
     require_alone(beside, is_alone=not exchange.has_peers)
     require_same_loop(model, optimizer, exchange, spreads=plan.zero_stage.value is not None)
-    warn_of_unproved_split(plan)
+    warn_of_unproved_split(plan, model)
     # The loop may reduce gradients by hand, and a retry on this rank would make others wait.
     if exchange.num_ranks == 1 and exchange.has_peers:
         out_of_memory = out_of_memory or "stop"

@@ -182,7 +182,11 @@ def check_ownership(
     """
     if not isinstance(model, nn.Module):
         raise ModelError(
-            "model", got=f"a {type(model).__name__}", expected="a torch.nn.Module", code="model.not_module"
+            "model",
+            got=_kind(model),
+            expected="a torch.nn.Module",
+            hint="Pass the model, then its optimizer.",
+            code="model.not_module",
         )
     if not isinstance(optimizer, torch.optim.Optimizer):
         inner = next(
@@ -191,9 +195,9 @@ def check_ownership(
         )
         raise OptimizerError(
             "optimizer",
-            got=f"a {type(optimizer).__name__}",
+            got=_kind(optimizer),
             expected="a torch.optim.Optimizer",
-            hint=""
+            hint="Pass an instance, such as torch.optim.AdamW(model.parameters())."
             if inner is None
             else f"Make {type(optimizer).__name__} a subclass of torch.optim.Optimizer with the param_groups and state "
             f"of its {type(inner).__name__}.",
@@ -234,6 +238,10 @@ def check_ownership(
             hint="Unfreeze parameters, or pass trainable parameters to the optimizer.",
             code="optimizer.nothing_to_train",
         )
+
+
+def _kind(value: object) -> str:
+    return f"the class {value.__name__}" if isinstance(value, type) else f"a {type(value).__name__}"
 
 
 def needs_closure(optimizer: torch.optim.Optimizer, failure: str = "") -> OptimizerError:
