@@ -160,7 +160,7 @@ OPTIONAL = {
     "deepspeed": {"trimtab.distributed.deepspeed_backend"},
     "pynvml": {"trimtab.energy.nvml"},
     "zeus": {"trimtab.energy.zeus"},
-    "transformers": {"trimtab.integrations.transformers"},
+    "transformers": {"trimtab.integrations.transformers", "trimtab.cli.starters.transformers"},
     "accelerate": {"trimtab.integrations.accelerate", "trimtab.integrations.transformers"},
     "lightning": {"trimtab.integrations.lightning"},
     "safetensors": {"trimtab.checkpoint.state_files"},

@@ -2,6 +2,7 @@
 
 trimtab plan my_loop.py:setup               # recommended changes to the loop, with reasons
 trimtab compare my_loop.py:setup --quick    # speed-up of the plan, in short paired runs
+trimtab train my_loop.py:setup --steps 200  # training with a plan
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ import trimtab
 LENGTH, BATCH_SIZE, STEPS = 64, 16, 100  # tokens per sample, samples per step, steps per epoch
 Batch = tuple[Tensor, Tensor]
 
-# 1. Your text as one tensor of token numbers, equal in every process. Here: the bytes of a license.
-tokens = torch.tensor(list((torch.__doc__ or "").encode() * 100))
+# 1. Your text as one tensor of token numbers, equal in every process. Here: bytes of torch's documentation.
+tokens = torch.tensor(list((nn.Module.__doc__ or "").encode()))
 
 
 # 2. Your batches, drawn from torch's random generator.
@@ -29,9 +30,6 @@ def get_batch() -> Batch:
 
 
 class Batches:
-    def __len__(self) -> int:
-        return STEPS
-
     def __iter__(self) -> Iterator[Batch]:
         return (get_batch() for _ in range(STEPS))
 
