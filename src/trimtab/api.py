@@ -16,7 +16,7 @@ from trimtab.checkpoint.config import Checkpoints
 from trimtab.checkpoint.manager import kept
 from trimtab.core import validation
 from trimtab.core.batch_rule import BatchRule
-from trimtab.core.errors import ModelError, ValueGivenError
+from trimtab.core.errors import ModelError, ShortTraceback, ValueGivenError
 from trimtab.core.hardware import DeviceSpec, absent_device
 from trimtab.core.objective import ASSUMED_REFERENCE, Budget, Objective, Reference
 from trimtab.core.progress import silent
@@ -165,18 +165,19 @@ def profile(
     metered = dataclasses.replace(metered, facts=facts)
     times = validation.integer("num_blocks", num_blocks, low=3)
     steps = None if total_steps is None else validation.integer("total_steps", total_steps)
-    return profile_loop(
-        subject,
-        reference,
-        objective,
-        budget,
-        data=data,
-        total_steps=steps,
-        num_blocks=times,
-        traces=traces,
-        metered=metered,
-        progress=progress,
-    )
+    with ShortTraceback():
+        return profile_loop(
+            subject,
+            reference,
+            objective,
+            budget,
+            data=data,
+            total_steps=steps,
+            num_blocks=times,
+            traces=traces,
+            metered=metered,
+            progress=progress,
+        )
 
 
 def profile_there(
@@ -324,7 +325,11 @@ def plan(
         "dry_runs": dry_runs,
         "device": device,
     }
-    make = partial(_planned, model, optimizer, loss_fn, example_batch, data=data, progress=progress, **arguments)
+
+    def make() -> Plan:
+        with ShortTraceback():
+            return _planned(model, optimizer, loss_fn, example_batch, data=data, progress=progress, **arguments)
+
     if cache is False:
         return make()
     _refuse_caching(adapt)

@@ -179,8 +179,10 @@ def divisor_of_mean(loss: Tensor) -> float | None:
     """Return the number by which a mean was divided in a loss's last operation; None if there is none."""
     node = loss.grad_fn
     divisor = getattr(node, "_saved_other", None) if type(node).__name__ == "DivBackward0" else None
-    if node is None or not isinstance(divisor, Tensor) or divisor.dim() or divisor.device.type != "cpu":
-        return None  # Reading a number from a GPU would synchronise.
+    if node is None or not isinstance(divisor, Tensor) or divisor.dim() or divisor.requires_grad:
+        return None
+    if divisor.device.type != "cpu":  # Reading its value would synchronise.
+        return None
     mean = node.next_functions[0][0]
     is_mean = type(mean).__name__.startswith("MeanBackward") or getattr(mean, "_saved_reduction", None) == 1
     return float(divisor) if is_mean else None
