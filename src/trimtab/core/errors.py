@@ -78,7 +78,7 @@ class UsageError(TrimtabError):
 
 
 class ShortTraceback:
-    """Context manager that removes trimtab's frames from the traceback of a `UsageError`, which the caller must correct.
+    """Context manager that removes internal frames from the traceback of a `UsageError`.
 
     `TRIMTAB_TRACEBACK=1` keeps them. A cause, such as the error of a loss function, keeps its frames.
     """

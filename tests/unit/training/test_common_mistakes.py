@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 import importlib
+import re
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -450,3 +452,14 @@ def test_errors_are_a_module_with_every_class():
     }
     assert set(found.__all__) == {name for name in classes if issubclass(getattr(core_errors, name), Exception)}
     assert found.UsageError is core_errors.UsageError
+
+
+def test_codes_of_the_page_of_troubleshooting_exist():
+    root = Path(__file__).parents[3]
+    page = (root / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
+    source = "\n".join(path.read_text(encoding="utf-8") for path in (root / "src").rglob("*.py"))
+    tables = page.partition("## A setting is refused")[2]
+    cells = re.findall(r"^\| ((?:`[a-z_]+\.[a-z_]+`(?:, )?)+) \|", tables, re.MULTILINE)
+    codes = [code for cell in cells for code in re.findall(r"`([^`]+)`", cell)]
+    assert len(codes) > 25
+    assert [code for code in codes if f'"{code}"' not in source] == []
