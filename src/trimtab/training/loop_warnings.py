@@ -118,23 +118,27 @@ class LeftoverGradientChanges(Hook):
 
 
 class EvaluationMode(Hook):
-    """Warns once if a step trains a model in evaluation mode with dropout or batch normalisation.
+    """Warns once if a model with dropout or batch normalisation stays in evaluation mode after an evaluation.
+
+    A model that was in evaluation mode from the first step is trained in this mode on purpose; planning warns of it.
 
     Args:
         ends: called after the warning.
     """
 
     def __init__(self, model: nn.Module, ends: Callable[[Hook], None]) -> None:
-        self._model, self._ends = model, ends
+        self._model, self._ends, self._was_training = model, ends, False
 
     def window_begins(self, window: Window) -> None:
         """Check the mode of the model."""
         if self._model.training:
+            self._was_training = True
+        if self._model.training or not self._was_training:
             return
         self._ends(self)
         if any(map(_depends_on_mode, self._model.modules())):
-            text = "A step trains the model in evaluation mode, without dropout and with frozen batch statistics."
-            hint = "Call model.train() after loading the model, and after every evaluation."
+            text = "The model stayed in evaluation mode, and trains without dropout and with frozen batch statistics."
+            hint = "Call model.train() after every evaluation."
             warnings.warn(f"{text} {hint}", RuntimeWarning, stacklevel=4)
 
 

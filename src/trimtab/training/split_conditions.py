@@ -26,18 +26,20 @@ def warn_of_unproved_split(plan: Plan, model: nn.Module) -> None:
         return
     split = f"The plan splits a batch of {plan.batch_size} samples into micro-batches of {plan.micro_batch.value}"
     normalised = [name for name, each in model.named_modules() if each.training and normalises_by_batch(each)]
-    if plan.check is None and normalised:
-        text = (
-            f"{split}, but the model has batch normalisation ({normalised[0]!r}), whose statistics are then computed "
-            "per micro-batch, so that training changes. Use a plan without micro_batch, set the layers to evaluation "
-            "mode, or replace them by GroupNorm."
-        )
-    elif plan.check is None:
-        text = (
-            f"{split}, but no check proves that this keeps the gradient. A loss or layer that computes over the whole "
-            "batch (contrastive loss, batch statistics, mean over tokens) trains differently on micro-batches. Make "
-            "the plan with trimtab.plan(...), which checks the split."
-        )
+    if plan.check is None:
+        text = f"{split}, but no check proves that this keeps the gradient. "
+        if normalised:
+            text += (
+                f"The model has batch normalisation ({normalised[0]!r}), whose statistics would be computed per "
+                "micro-batch, so that training changes. Use a plan without micro_batch, set the layers to evaluation "
+                "mode, or replace them by GroupNorm."
+            )
+        else:
+            text += (
+                "A loss or layer that computes over the whole batch (contrastive loss, batch statistics, mean over "
+                "tokens) trains differently on micro-batches. Make the plan with trimtab.plan(...), which checks the "
+                "split."
+            )
     else:
         text = (
             f"{split}, although splitting changes training: {plan.check.reason}. Use a micro-batch of the whole batch."

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
+import itertools
 import re
+import traceback
 import warnings
 from pathlib import Path
 
@@ -22,6 +25,7 @@ import trimtab
 from trimtab import errors
 from trimtab.core import errors as core_errors
 from trimtab.core.errors import BatchError, LoopError, LossError, ModelError, OptimizerError, ValueGivenError
+from trimtab.experiments.step_check import check_step
 from trimtab.losses import Summed, divisor_of_mean
 from trimtab.plans.plan import Plan
 
@@ -271,6 +275,27 @@ def test_divisors_are_found_behind_means_alone():
     assert divisor_of_mean(x.mean() / x.sum()) is None
 
 
+@pytest.mark.parametrize("divides", [True, False])
+def test_a_comparison_refuses_a_loss_that_divides_by_the_accumulated_batches(divides):
+    def step(model, optimizer, batch):
+        (class_loss(model, batch) / 2).backward()
+        if next(calls) % 2:
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def setup(seed):
+        loss_fn = halved if divides else class_loss
+        return trimtab.Loop(*made(), loss_fn, labelled_batches(4, ROWS, 4), step=step, accumulate=2)
+
+    def halved(model, batch):
+        return class_loss(model, batch) / 2
+
+    calls = itertools.count()
+    refused = raises(ValueGivenError, code="step.gradient_differs") if divides else contextlib.nullcontext()
+    with refused:
+        check_step(setup, trimtab.Reference())
+
+
 def tokens(model, batch):
     return Summed(F.cross_entropy(model(batch[0]), batch[1], reduction="sum"), len(batch[1]))
 
@@ -359,13 +384,13 @@ def restores_the_mode(model, optimizer):
 @pytest.mark.parametrize(
     ("loop", "dropout", "is_warned"),
     [
-        (trains_in_evaluation, 0.1, True),
-        (trains_in_evaluation, 0.0, False),
+        (trains_in_evaluation, 0.1, False),
         (evaluates_once, 0.1, True),
+        (evaluates_once, 0.0, False),
         (restores_the_mode, 0.1, False),
     ],
 )
-def test_training_in_evaluation_mode_is_warned_of_once_where_it_matters(loop, dropout, is_warned):
+def test_a_mode_left_from_an_evaluation_is_warned_of_once_where_it_matters(loop, dropout, is_warned):
     assert sum("evaluation mode" in each for each in messages(lambda: loop(*made(dropout)))) == is_warned
 
 
@@ -404,6 +429,28 @@ def test_arguments_of_start_that_do_not_fit_are_refused(arguments, kind, code):
     with raises(kind, code=code) as caught:
         trimtab.start(*arguments(*made()))
     assert caught.value.hint
+
+
+@pytest.mark.parametrize("call", [trimtab.plan, trimtab.profile])
+@pytest.mark.parametrize("fails", [True, False], ids=["it raises", "no scalar"])
+def test_errors_of_planning_show_the_callers_line_and_the_users_code(monkeypatch, call, fails):
+    def loss_fn(model, batch):
+        assert not fails, "the loss function's own error"
+        return model(batch[0])
+
+    def files(error):
+        return [Path(frame.filename) for frame in traceback.extract_tb(error.__traceback__)]
+
+    with pytest.raises(LossError) as caught:
+        call(*made(), loss_fn, data()[0])
+    assert Path(__file__) in files(caught.value)
+    assert len(files(caught.value)) <= 4
+    if fails:
+        assert files(caught.value.__cause__)[-1] == Path(__file__)
+    monkeypatch.setenv("TRIMTAB_TRACEBACK", "1")
+    with pytest.raises(LossError) as caught:
+        call(*made(), loss_fn, data()[0])
+    assert len(files(caught.value)) > 4
 
 
 def test_a_second_run_of_a_model_is_refused_until_the_first_is_closed():
