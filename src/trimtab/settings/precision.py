@@ -30,9 +30,8 @@ class Precision(Setting):
     blamed_last = True
     value_type = str
 
-    def by_hand(self, value: Any) -> Scalar:
-        found: Any = precision_name(value)  # torch.bfloat16 and "bfloat16" are "bf16".
-        return found
+    def by_hand(self, value: Any) -> Any:
+        return precision_name(value)  # torch.bfloat16 and "bfloat16" are "bf16".
 
     def check(self, value: Scalar, plan: Plan) -> None:
         one_of(self, value, PRECISIONS)

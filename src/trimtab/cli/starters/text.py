@@ -45,7 +45,8 @@ class GPT(nn.Module):
     def forward(self, inputs: Tensor) -> Tensor:
         mask = nn.Transformer.generate_square_subsequent_mask(inputs.shape[1], inputs.device)
         x = self.tokens(inputs) + self.positions.weight[: inputs.shape[1]]
-        return self.head(self.blocks(x, mask, is_causal=True))
+        logits: Tensor = self.head(self.blocks(x, mask, is_causal=True))
+        return logits
 
 
 # 4. Your loss and loop. setup is called for every training, with all generators seeded: return new objects.
