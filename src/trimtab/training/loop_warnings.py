@@ -168,15 +168,11 @@ def check_first_loss(loss: Tensor, plan: Plan, state: OpenWindow, *, is_scaled: 
 
 def _warn_of_other_autocast(found: torch.dtype | None, precision: str) -> None:
     """Warn if the model's forward ran under another autocast than the plan's."""
-    if found is dtype_of(precision):
-        return
-    if found is None:
-        text = f"The plan's precision is {precision}, but the forward of the model ran without autocast. Compute the "
-        text += "loss inside `with run.autocast():`, or use run.train_step(window, loss_fn)."
-    else:
-        text = f"The forward of the model ran under torch.autocast to {str(found).removeprefix('torch.')}, which "
-        text += f"overrides the plan's precision {precision}. Remove torch.autocast, and plan with "
-        text += f'reference=trimtab.Reference("{precision_name(found)}"), or pass this precision to Plan.fixed.'
+    if found is None or found is dtype_of(precision):
+        return  # A forward without autocast is allowed, because the model may have its own inside.
+    text = f"The forward of the model ran under torch.autocast to {str(found).removeprefix('torch.')}, which overrides "
+    text += f"the plan's precision {precision}. Remove torch.autocast, and plan with "
+    text += f'reference=trimtab.Reference("{precision_name(found)}"), or pass this precision to Plan.fixed.'
     warnings.warn(text, RuntimeWarning, stacklevel=4)
 
 

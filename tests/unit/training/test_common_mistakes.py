@@ -222,7 +222,7 @@ def with_the_runs(run, window):
         (lambda run, window: run.train_step(window, own_autocast), "fp32", True),
         (lambda run, window: run.train_step(window, own_autocast), "bf16", False),
         (under_autocast, "fp32", True),
-        (without_autocast, "bf16", True),
+        (without_autocast, "bf16", False),
         (without_autocast, "fp32", False),
         (with_the_runs, "bf16", False),
     ],
