@@ -25,7 +25,8 @@ def warn_of_unproved_split(plan: Plan, model: nn.Module) -> None:
     if plan.check is not None and plan.splits_as_the_loop:
         return
     split = f"The plan splits a batch of {plan.batch_size} samples into micro-batches of {plan.micro_batch.value}"
-    normalised = [name for name, each in model.named_modules() if each.training and normalises_by_batch(each)]
+    named = model.named_modules() if isinstance(model, nn.Module) else ()  # Refused later otherwise.
+    normalised = [name for name, each in named if each.training and normalises_by_batch(each)]
     if plan.check is None:
         text = f"{split}, but no check proves that this keeps the gradient. "
         if normalised:
