@@ -24,8 +24,9 @@ rows: list[dict[str, Any]] = [{"input_ids": each, "labels": each} for each in to
 
 # 2. Your model: new on every call. For saved weights: AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32)
 def make_model() -> GPT2LMHeadModel:
-    config = GPT2Config(vocab_size=VOCABULARY, n_positions=LENGTH, n_embd=64, n_layer=2, n_head=4)
-    config.bos_token_id = config.eos_token_id = 0
+    config = GPT2Config(
+        vocab_size=VOCABULARY, n_positions=LENGTH, n_embd=64, n_layer=2, n_head=4, bos_token_id=0, eos_token_id=0
+    )
     model = GPT2LMHeadModel(config)
     model.config.use_cache = False  # saves memory in training, and allows activation checkpointing
     return model
@@ -39,6 +40,7 @@ def setup(seed: int) -> Trainer:
         per_device_train_batch_size=16,
         learning_rate=1e-3,
         max_steps=100,
+        dataloader_pin_memory=torch.cuda.is_available(),
         report_to=[],
     )
     return Trainer(model=make_model(), args=arguments, train_dataset=rows)
