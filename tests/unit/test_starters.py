@@ -65,8 +65,8 @@ def test_a_loop_is_written_with_the_next_two_commands_and_builds(command, tmp_pa
 def test_a_written_loop_is_compared(command, tmp_path, kind):
     command(f"init {kind}_loop.py --kind {kind}")
     trimtab.Plan.fixed(LOOPS[kind], fused_optimizer=True).save(tmp_path / "plan.json")
-    code, out, err = command(f"compare {kind}_loop.py:setup --steps 4 --pairs 1 --plan plan.json")
-    assert (code, err) == (0, "")
+    code, out, _ = command(f"compare {kind}_loop.py:setup --steps 4 --pairs 1 --plan plan.json")
+    assert code == 0  # Transformers logs to standard error.
     assert "samples/s" in out
 
 
