@@ -19,6 +19,7 @@ SOURCE = Path(__file__).parents[1] / "src"
 # Lowest first. A module may import from its own layer and from those before it.
 LAYERS = (
     "core",
+    "errors",
     "losses",
     "nn",
     "carbon",
@@ -44,6 +45,7 @@ LAYERS = (
 ONLY = {
     "trimtab": {
         "trimtab.core",
+        "trimtab.errors",
         "trimtab.plans",
         "trimtab.api",
         "trimtab.losses",
@@ -158,7 +160,7 @@ OPTIONAL = {
     "deepspeed": {"trimtab.distributed.deepspeed_backend"},
     "pynvml": {"trimtab.energy.nvml"},
     "zeus": {"trimtab.energy.zeus"},
-    "transformers": {"trimtab.integrations.transformers"},
+    "transformers": {"trimtab.integrations.transformers", "trimtab.cli.starters.transformers"},
     "accelerate": {"trimtab.integrations.accelerate", "trimtab.integrations.transformers"},
     "lightning": {"trimtab.integrations.lightning"},
     "safetensors": {"trimtab.checkpoint.state_files"},
@@ -461,6 +463,7 @@ def test_every_listed_name_exists():
 # What `import trimtab` loads: values, and nothing that has work to do or takes a while.
 LOADED = {
     "trimtab",
+    "trimtab.errors",
     "trimtab.plans",
     "trimtab.plans.plan",
     *(name for name in map(module_name, house()) if within(name, "trimtab.settings")),

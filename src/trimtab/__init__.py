@@ -11,7 +11,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from trimtab.core import errors
+from trimtab import errors
 from trimtab.core.batch_rule import BatchRule
 from trimtab.core.choice import Choice, Effect
 from trimtab.core.objective import Budget, Objective, Reference

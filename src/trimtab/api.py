@@ -16,7 +16,7 @@ from trimtab.checkpoint.config import Checkpoints
 from trimtab.checkpoint.manager import kept
 from trimtab.core import validation
 from trimtab.core.batch_rule import BatchRule
-from trimtab.core.errors import ValueGivenError
+from trimtab.core.errors import ModelError, ShortTraceback, ValueGivenError
 from trimtab.core.hardware import DeviceSpec, absent_device
 from trimtab.core.objective import ASSUMED_REFERENCE, Budget, Objective, Reference
 from trimtab.core.progress import silent
@@ -165,18 +165,19 @@ def profile(
     metered = dataclasses.replace(metered, facts=facts)
     times = validation.integer("num_blocks", num_blocks, low=3)
     steps = None if total_steps is None else validation.integer("total_steps", total_steps)
-    return profile_loop(
-        subject,
-        reference,
-        objective,
-        budget,
-        data=data,
-        total_steps=steps,
-        num_blocks=times,
-        traces=traces,
-        metered=metered,
-        progress=progress,
-    )
+    with ShortTraceback():
+        return profile_loop(
+            subject,
+            reference,
+            objective,
+            budget,
+            data=data,
+            total_steps=steps,
+            num_blocks=times,
+            traces=traces,
+            metered=metered,
+            progress=progress,
+        )
 
 
 def profile_there(
@@ -324,7 +325,11 @@ def plan(
         "dry_runs": dry_runs,
         "device": device,
     }
-    make = partial(_planned, model, optimizer, loss_fn, example_batch, data=data, progress=progress, **arguments)
+
+    def make() -> Plan:
+        with ShortTraceback():
+            return _planned(model, optimizer, loss_fn, example_batch, data=data, progress=progress, **arguments)
+
     if cache is False:
         return make()
     _refuse_caching(adapt)
@@ -554,11 +559,12 @@ def start(
         UsageError: the plan does not fit this model, optimizer or device. Nothing was changed.
     """
     if not isinstance(plan, Plan):
+        by_hand = f"Plan.fixed({plan})" if type(plan) is int else "Plan.fixed(batch_size)"
         raise ValueGivenError(
             "plan",
             got=f"a {type(plan).__name__}",
             expected="a trimtab.Plan",
-            hint="Make a plan with trimtab.plan(...) or trimtab.Plan.fixed(batch_size).",
+            hint=f"Make a plan with trimtab.plan(...) or trimtab.{by_hand}, or read one with trimtab.Plan.load(path).",
             code="plan.not_plan",
         )
     if energy is not None and record is None:
@@ -568,6 +574,14 @@ def start(
             hint="Pass record=trimtab.RecordWriter(path, header).",
             code="energy.no_record",
         )
+    if isinstance(model, nn.Module) and any(each.is_meta for each in model.parameters()):
+        raise ModelError(
+            "model",
+            got="parameters on the device 'meta', which have no values",
+            expected="a model on the CPU or a GPU",
+            hint="Call model.to_empty(device=...) and load or initialise the weights first.",
+            code="model.on_meta",
+        )
     backend = backend_of(
         model,
         plan,
@@ -576,7 +590,7 @@ def start(
     exchange, beside = backend.exchange, modules_beside(model, modules)
     require_alone(beside, is_alone=not exchange.has_peers)
     require_same_loop(model, optimizer, exchange, spreads=plan.zero_stage.value is not None)
-    warn_of_unproved_split(plan)
+    warn_of_unproved_split(plan, model)
     # The loop may reduce gradients by hand, and a retry on this rank would make others wait.
     if exchange.num_ranks == 1 and exchange.has_peers:
         out_of_memory = out_of_memory or "stop"

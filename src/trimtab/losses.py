@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import gc
+import inspect
 import numbers
 import sys
 from collections.abc import Mapping
@@ -20,6 +21,7 @@ from trimtab.core.errors import LossError
 Count = Tensor | int | float
 _LARGEST = sys.float_info.max
 _LAST_OPERATIONS = 4  # A loss may be divided by the number of batches after it was scaled, so a few nodes are searched.
+_MODELS = ("model", "net", "network", "module")  # Names of a model as an argument.
 _EXPECTED = "a scalar mean or trimtab.Summed(loss_sum, count), alone or in a pair (loss, auxiliary)"
 
 
@@ -104,6 +106,38 @@ def as_loss(result: Any, *, is_auxiliary: bool = False) -> LossResult:
     return LossResult(scalar, None if count is None else _beside(loss, checked_count(count)), auxiliary)
 
 
+def require_loss_function(loss_fn: Any) -> None:
+    """Check that a loss function can be called as `loss_fn(model, batch)`, as far as its signature shows.
+
+    Raises:
+        LossError: an object that cannot be called, a criterion such as `nn.CrossEntropyLoss()`, a function with another
+            number of arguments, or one with the model as second argument.
+    """
+    if not callable(loss_fn):
+        raise _no_loss_function(
+            f"a {type(loss_fn).__name__}", "Pass the function itself, without calling it.", "loss_fn.not_callable"
+        )
+    name = getattr(loss_fn, "__name__", type(loss_fn).__name__)
+    if any(getattr(each, "__module__", "").startswith("torch.nn.") for each in (loss_fn, type(loss_fn))):
+        hint = "Write a function that computes the criterion from model(inputs) and the targets of the batch."
+        raise _no_loss_function(f"the criterion {name}", hint, "loss_fn.is_criterion")
+    try:
+        signature = inspect.signature(loss_fn)
+    except (TypeError, ValueError):  # A built-in function may have no signature.
+        return
+    try:
+        names = [*signature.bind(None, None).arguments]
+    except TypeError:
+        hint = "Take two arguments, and unpack the batch in the function: `inputs, targets = batch`."
+        raise _no_loss_function(f"{name}{signature}", hint, "loss_fn.arguments") from None
+    if len(names) == 2 and names[1] in _MODELS and names[0] not in _MODELS:
+        raise _no_loss_function(f"{name}{signature}", "Take the model first, then the batch.", "loss_fn.order")
+
+
+def _no_loss_function(given: str, hint: str, code: str) -> LossError:
+    return LossError("loss_fn", got=given, expected="a function loss_fn(model, batch)", hint=hint, code=code)
+
+
 def require_unscaled(loss: Tensor) -> None:
     """Raise if a loss was multiplied by a `GradScaler`'s scale, by which the gradients would be too large.
 
@@ -139,6 +173,19 @@ def _last_factors(loss: Tensor) -> list[Tensor]:
             found.append(factor)
         node = next((each for each, _ in node.next_functions if each is not None), None)
     return found
+
+
+def divisor_of_mean(loss: Tensor) -> float | None:
+    """Return the number by which a mean was divided in a loss's last operation; None if there is none."""
+    node = loss.grad_fn
+    divisor = getattr(node, "_saved_other", None) if type(node).__name__ == "DivBackward0" else None
+    if node is None or not isinstance(divisor, Tensor) or divisor.dim() or divisor.requires_grad:
+        return None
+    if divisor.device.type != "cpu":  # Reading its value would synchronise.
+        return None
+    mean = node.next_functions[0][0]
+    is_mean = type(mean).__name__.startswith("MeanBackward") or getattr(mean, "_saved_reduction", None) == 1
+    return float(divisor) if is_mean else None
 
 
 def mean_of(result: Any) -> Tensor:

@@ -34,7 +34,7 @@ DOOR = {
     "no parameters": (lambda k: {"model": nn.ReLU()}, ModelError, "model", "trainable parameters"),
     "all frozen": (lambda k: {"model": frozen(k)}, ModelError, "model", "trainable parameters"),
     "no optimizer": (lambda k: {"optimizer": None}, OptimizerError, "optimizer", "NoneType"),
-    "an optimizer's class": (lambda k: {"optimizer": torch.optim.SGD}, OptimizerError, "optimizer", "a type"),
+    "an optimizer's class": (lambda k: {"optimizer": torch.optim.SGD}, OptimizerError, "optimizer", "the class SGD"),
     "a scheduler": (
         lambda k: {"optimizer": torch.optim.lr_scheduler.ConstantLR(k.optimizer, 1.0, 1)},
         OptimizerError,
@@ -56,8 +56,8 @@ DOOR = {
 }
 NO_METER = trimtab.Metering(root=Path("no powercap"))
 PLANNING = {
-    "no loss": (lambda k: {"loss_fn": None}, ValueGivenError, "loss_fn", "NoneType"),
-    "a loss of one argument": (lambda k: {"loss_fn": lambda model: 1}, LossError, "loss_fn", "TypeError"),
+    "no loss": (lambda k: {"loss_fn": None}, LossError, "loss_fn", "NoneType"),
+    "a loss of one argument": (lambda k: {"loss_fn": lambda model: 1}, LossError, "loss_fn", "(model)"),
     "a loss of other keys": (lambda k: {"loss_fn": lambda model, b: b["z"]}, LossError, "loss_fn", "KeyError"),
     "a batch of another kind": (lambda k: {"example_batch": (k.batch["x"],)}, LossError, "loss_fn", "TypeError"),
     "no batch": (lambda k: {"example_batch": None}, LossError, "loss_fn", "TypeError"),

@@ -228,7 +228,7 @@ BREACHES = {
         lambda k, run: run.window(k.batch),
         lambda k, run, window: list(window),
         "window",
-        "loop.backward_missing",
+        "loop.window_as_batch",
     ),
 }
 

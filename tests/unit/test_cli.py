@@ -454,11 +454,11 @@ def test_training_through_a_plan_file_with_a_record(trimtab, tmp_path):
 
 
 def test_a_task_is_begun_in_a_new_file_and_runs_as_it_is(trimtab, tmp_path):
-    assert "trimtab compare my_task.py:task --quick" in trimtab("init").succeeded().out
-    explained(trimtab("init"), "file.exists", "my_task.py")
-    explained(trimtab("init my-task.py"), "file.name_invalid", "my-task.py", "my_task.py")
+    assert "trimtab compare my_task.py:task --quick" in trimtab("init --kind task").succeeded().out
+    explained(trimtab("init --kind task"), "file.exists", "my_task.py")
+    explained(trimtab("init my-task.py --kind task"), "file.name_invalid", "my-task.py", "my_task.py")
     explained(trimtab("init none/mine.py"), "folder.missing", "none")
-    assert trimtab("init mine.py").code == 0
+    assert trimtab("init mine.py --kind task").code == 0
     assert "trimtab plan mine.py:task" in (tmp_path / "mine.py").read_text()
     (tmp_path / "plan.json").write_text(to_json(Plan.fixed(256)))
     found = trimtab("train mine.py:task --plan plan.json --steps 40 --json").json
@@ -468,7 +468,7 @@ def test_a_task_is_begun_in_a_new_file_and_runs_as_it_is(trimtab, tmp_path):
 
 def test_what_is_to_be_typed_next_names_a_file_in_any_folder(trimtab):
     Path("my dir").mkdir()
-    done = trimtab("init 'my dir/task.py'")
+    done = trimtab("init 'my dir/task.py' --kind task")
     assert "  trimtab compare 'my dir/task.py:task' --quick\n" in done.out
     text = Path("my dir/task.py").read_text()
     assert "\ntrimtab plan 'my dir/task.py:task' " in text

@@ -178,10 +178,13 @@ def test_the_wheel_works_in_an_empty_folder(unpacked, tmp_path):
 
     shown = trimtab("--help")
     assert all(command in shown for command in ("doctor", "init", "plan", "compare", "report"))
-    assert "trimtab compare my_task.py:task --quick" in trimtab("init")
+    assert "trimtab compare my_task.py:task --quick" in trimtab("init", "--kind", "task")
     loads = "from trimtab.tasks import load_task; print(load_task('my_task.py:task').name)"
     assert ran(sys.executable, "-c", loads, folder=tmp_path, path=unpacked).strip() == "my_task"
-    assert [each.name for each in tmp_path.iterdir() if each.suffix == ".py"] == ["my_task.py"]
+    for kind in ("plain", "images", "text", "transformers"):
+        assert f"trimtab plan {kind}.py:setup" in trimtab("init", f"{kind}.py", "--kind", kind)
+    kinds = {"images.py", "my_task.py", "plain.py", "text.py", "transformers.py"}
+    assert {each.name for each in tmp_path.iterdir() if each.suffix == ".py"} == kinds
 
 
 # What `trimtab init` asks its reader to make theirs: parts 1 to 3 of the file, by a line of each,
@@ -203,7 +206,7 @@ def test_a_task_that_the_wheel_begins_is_made_ones_own_and_compared(unpacked, tm
     def trimtab(*arguments: str) -> str:
         return ran(sys.executable, "-m", "trimtab.cli", *arguments, folder=tmp_path, path=unpacked)
 
-    trimtab("init")
+    trimtab("init", "--kind", "task")
     text = (tmp_path / "my_task.py").read_text(encoding="utf-8")
     for before, after in MADE_ONES_OWN.items():
         assert text.count(before) == 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import functools
 import os
 import shlex
@@ -47,18 +48,38 @@ def _status(end: BaseException) -> int:
 
 # Command `init`.
 
-_NAME = "my_task.py"
+_NAMES = {"task": ("my_task.py", "task")}  # File and name of a kind; all other kinds are loops.
+_LOOP = ("my_loop.py", "setup")
+
+
+class Kind(enum.StrEnum):
+    """Kinds of files that `init` writes."""
+
+    PLAIN = "plain"
+    IMAGES = "images"
+    TEXT = "text"
+    TRANSFORMERS = "transformers"
+    TASK = "task"
 
 
 def init(
-    file: Annotated[Path, typer.Argument(help="new Python file for your task")] = Path(_NAME),
+    file: Annotated[Path | None, typer.Argument(help="new Python file; by default my_loop.py or my_task.py")] = None,
+    kind: Annotated[
+        Kind,
+        typer.Option(
+            help="loop in the file: tensors (plain), images, text with get_batch, a Transformers Trainer, or a task "
+            "with a metric and targets"
+        ),
+    ] = Kind.PLAIN,
 ) -> None:
-    """Write a working task file, with three parts to replace by your own code."""
+    """Write a working file with a training loop, with numbered parts to replace by your own code."""
+    default, name = _NAMES.get(kind, _LOOP)
+    file = Path(default) if file is None else file
     if file.suffix != ".py" or not file.stem.isidentifier():
         raise FormatError(
             "file",
             problem=f"{file.name} is not the name of a Python module.",
-            hint="Use letters, digits and underscores, and the suffix .py, as in my_task.py.",
+            hint=f"Use letters, digits and underscores, and the suffix .py, as in {default}.",
             code="file.name_invalid",
         )
     if not file.parent.is_dir():
@@ -68,19 +89,29 @@ def init(
             hint="Create it first.",
             code="folder.missing",
         )
-    import trimtab.tasks
-
-    called = shlex.quote(f"{file.as_posix()}:task")
-    text = Path(trimtab.tasks.__file__).with_name("starter.py").read_text(encoding="utf-8")
+    called = shlex.quote(f"{file.as_posix()}:{name}")
+    text = (
+        _starter(kind).replace(f"{default}:{name}", called).replace(f"python {default} ", f"python {file.as_posix()} ")
+    )
     try:
         with file.open("x", encoding="utf-8") as written:
-            written.write(text.replace(f"{_NAME}:task", called).replace('name="my_task"', f'name="{file.stem}"'))
+            written.write(text.replace('name="my_task"', f'name="{file.stem}"'))
     except FileExistsError:
         raise FormatError(
             "file", problem=f"The file {file} exists already.", hint="Choose another name.", code="file.exists"
         ) from None
-    print_text(f"Wrote {file}. Edit its parts 1 to 3, then run")
+    print_text(f"Wrote {file}. It runs as it is. Replace its numbered parts with your code, then run")
+    print_text(f"  trimtab plan {called}")
     print_text(f"  trimtab compare {called} --quick")
+
+
+def _starter(kind: Kind) -> str:
+    """Return the text of the file of a kind."""
+    if kind is Kind.TASK:
+        import trimtab.tasks
+
+        return Path(trimtab.tasks.__file__).with_name("starter.py").read_text(encoding="utf-8")
+    return (Path(__file__).parent / "starters" / f"{kind}.py").read_text(encoding="utf-8")
 
 
 _TRACEBACK = "Set TRIMTAB_TRACEBACK=1 to print the traceback."

@@ -11,6 +11,13 @@ from trimtab.core.errors import ValueGivenError
 from trimtab.core.units import parse_bytes
 
 PRECISIONS = ("fp32", "tf32", "bf16", "fp16")
+_OF_DTYPES = {"float32": "fp32", "float": "fp32", "bfloat16": "bf16", "float16": "fp16", "half": "fp16"}
+
+
+def precision_name(value: object) -> object:
+    """Return the name in `PRECISIONS` of a torch dtype or of a dtype's name; any other value unchanged."""
+    is_dtype = isinstance(value, str) or type(value).__name__ == "dtype"
+    return _OF_DTYPES.get(str(value).removeprefix("torch."), value) if is_dtype else value
 
 
 @dataclass(frozen=True)
@@ -141,7 +148,7 @@ class Reference:
     """The user's loop before planning, as the baseline of a plan. Undeclared, it is "assumed fp32 eager".
 
     Args:
-        precision: fp32, tf32, bf16 or fp16 (autocast).
+        precision: fp32, tf32, bf16 or fp16 (autocast). A torch dtype or its name is accepted.
         clip_norm: gradient-norm limit of the user's loop, or None.
         accumulate: batches that the user's loop accumulates per optimizer step; the example batch holds all of them.
             The loop's micro-batch is an equal part of the example, and its peak is the default memory limit.
@@ -154,7 +161,8 @@ class Reference:
     accumulate: int = 1
 
     def __post_init__(self) -> None:
-        validation.one_of("reference.precision", self.precision, PRECISIONS)
+        name = validation.one_of("reference.precision", precision_name(self.precision), PRECISIONS)
+        object.__setattr__(self, "precision", name)
         if self.clip_norm is not None:
             validation.number("reference.clip_norm", self.clip_norm, low=0, open_low=True)
         validation.integer("reference.accumulate", self.accumulate)

@@ -197,8 +197,8 @@ def _other_gradient(share: float, limit: float) -> ValueGivenError:
         "step",
         problem=f"step and loss_fn compute different gradients: they differ by {share:.1%} of the gradient's norm "
         f"within {_STEPS} steps from the same seed (limit {limit:.1%}).",
-        hint="Return from loss_fn the loss that step minimises, and declare the precision and the gradient clipping of "
-        "step with reference=Reference(precision=..., clip_norm=...).",
+        hint="Return from loss_fn the loss that step minimises, not divided by accumulate, and declare the precision "
+        "and the gradient clipping of step with reference=Reference(precision=..., clip_norm=...).",
         code="step.gradient_differs",
     )
 

@@ -181,6 +181,7 @@ class Plan(_Choices):  # type: ignore[misc]
                 code="plan.unknown_setting",
             )
         rows = validation.integer("plan.batch_size", batch_size)
+        values = {name: SETTINGS[name].by_hand(value) for name, value in values.items()}
         choices = {
             name: Choice(
                 value, "set by hand", SETTINGS[name].effect, changed=value != SETTINGS[name].default, code=BY_HAND

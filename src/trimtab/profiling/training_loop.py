@@ -13,13 +13,13 @@ import torch
 from torch import Tensor, nn
 
 from trimtab.core.choice import Choice, Effect
-from trimtab.core.errors import LossError, ModelError, ValueGivenError
-from trimtab.losses import Count, as_loss
+from trimtab.core.errors import LossError, ModelError
+from trimtab.losses import Count, as_loss, require_loss_function
 from trimtab.measure.block_graph import BlockGraph, blocks_of
 from trimtab.measure.machine import MEASURED
 from trimtab.plans.plan import Plan
 from trimtab.plans.profile import Candidate
-from trimtab.profiling.example_batch import protect_batch, require_repeatable
+from trimtab.profiling.example_batch import own_loss, protect_batch, require_repeatable
 from trimtab.settings import SEARCHED
 from trimtab.state.loop_state import LoopState
 from trimtab.state.peak_memory import alive_between_steps
@@ -74,8 +74,7 @@ class TrainingLoop:
         check_ownership(self.model, self.optimizer, self.modules, self.loss_fn)
         _check_measured(self.device)
         require_free(self.model)
-        if not callable(self.loss_fn):
-            raise ValueGivenError("loss_fn", got=f"a {type(self.loss_fn).__name__}", expected="loss_fn(model, batch)")
+        require_loss_function(own_loss(self.loss_fn))
         require_repeatable(self.batch)
         object.__setattr__(self, "loss_fn", protect_batch(self.loss_fn))
         _ = self.rows

@@ -97,6 +97,10 @@ class Setting:
         """Return the choice of a plan that keeps the user's value."""
         return Choice(self.default, "unchanged", self.effect, code=UNCHANGED)
 
+    def by_hand(self, value: Any) -> Any:
+        """Return the value of a plan for a value set by hand, which may have another spelling."""
+        return value
+
     def check(self, value: Scalar, plan: Plan) -> None:
         """Raise `ValueGivenError` or `FormatError` if a plan does not accept a value.
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from trimtab.core.choice import Choice, Effect, Note, Scalar
 from trimtab.core.hardware import DeviceSpec
-from trimtab.core.objective import PRECISIONS
+from trimtab.core.objective import PRECISIONS, precision_name
 from trimtab.settings.base import LiveLoop, Setting, Undo, one_of
 
 if TYPE_CHECKING:
@@ -29,6 +29,9 @@ class Precision(Setting):
     is_searched = True
     blamed_last = True
     value_type = str
+
+    def by_hand(self, value: Any) -> Any:
+        return precision_name(value)  # torch.bfloat16 and "bfloat16" are "bf16".
 
     def check(self, value: Scalar, plan: Plan) -> None:
         one_of(self, value, PRECISIONS)

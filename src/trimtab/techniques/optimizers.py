@@ -77,7 +77,11 @@ def check_ownership(
     """
     if not isinstance(model, nn.Module):
         raise ModelError(
-            "model", got=f"a {type(model).__name__}", expected="a torch.nn.Module", code="model.not_module"
+            "model",
+            got=_kind(model),
+            expected="a torch.nn.Module",
+            hint="Pass the model, then its optimizer.",
+            code="model.not_module",
         )
     if not isinstance(optimizer, torch.optim.Optimizer):
         name, held = type(optimizer).__name__, getattr(optimizer, "__dict__", {}).values()
@@ -85,9 +89,9 @@ def check_ownership(
         hint = f"Make {name} a subclass of torch.optim.Optimizer with the param_groups and state of its {inner}."
         raise OptimizerError(
             "optimizer",
-            got=f"a {name}",
+            got=_kind(optimizer),
             expected="a torch.optim.Optimizer",
-            hint=hint if inner else "",
+            hint=hint if inner else "Pass an instance, such as torch.optim.AdamW(model.parameters()).",
             code="optimizer.not_torch",
         )
     if any(_needs_closure(vars(cls).get("step")) for cls in type(optimizer).__mro__):
@@ -158,6 +162,10 @@ def _needs_closure(step: Any) -> bool:
 def _names(test: ast.expr) -> bool:
     """Return True if an expression refers to the closure."""
     return any(isinstance(node, ast.Name) and node.id == "closure" for node in ast.walk(test))
+
+
+def _kind(value: object) -> str:
+    return f"the class {value.__name__}" if isinstance(value, type) else f"a {type(value).__name__}"
 
 
 def _foreign(foreign: list[Tensor], loss_fn: Callable[..., Any] | None) -> OptimizerError:

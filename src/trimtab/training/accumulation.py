@@ -130,6 +130,11 @@ class WindowWeights(Stateful):
         self._loss = value if self._loss is None else self._loss + value
 
     @property
+    def is_corrected_later(self) -> bool:
+        """True if gradients are divided by the window's number of terms only after its last backward."""
+        return bool(self._is_sum) and self._num_micro_batches > 1
+
+    @property
     def correction(self) -> float | Tensor:
         """Factor still to be applied to the window's gradients; the float 1.0 if there is none."""
         if not self._is_sum or self._num_micro_batches == 1 or self._divisor is None:

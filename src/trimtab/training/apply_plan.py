@@ -117,7 +117,8 @@ def require_free(model: nn.Module) -> None:
         raise LoopError(
             "model",
             problem=f"Another run is active for this {type(model).__name__}.",
-            hint="Call run.close() on the other run first, or use `with trimtab.start(...) as run:`. To train one "
+            hint="Call run.close() on the other run first, or use `with trimtab.start(...) as run:`. Start one run for "
+            "all epochs. If the other run is out of reach, build model and optimizer again. To train one "
             "model with two optimizers, combine them in one torch.optim.Optimizer (docs/own_loop.md).",
             code="run.model_in_use",
         )

@@ -2,11 +2,12 @@
 
 A run calls the hooks of an event in this order, a contract between the hooks:
 
-1. `OutOfMemoryRetry` takes a snapshot first, before any hook or the loop changes state.
-2. `BatchSizeController` measures a window from the first micro-batch to the end.
-3. `LeftoverGradientChanges` compares the gradients with the gradients left by the run.
-4. `RankSync` forgets the window only after all uses of the values agreed between ranks.
-5. `EarlyStopping` may end the run.
+1. `OutOfMemoryRetry` takes its snapshot first, before any other hook or the loop changes state.
+2. `BatchSizeController` measures a window from its first micro-batch to its end.
+3. `LeftoverGradientChanges` compares the gradients with those that the run left.
+4. `EvaluationMode` looks at the model's mode.
+5. `RankSync` forgets the window only after the others have used the values agreed between ranks.
+6. `EarlyStopping` may end the run.
 
 Recording, skipped steps, the growth of micro-batches and the check of the loss are part of `Run.step`, around
 `window_ends`: a record contains the window before the events caused by the end of the window, and an error of the check
@@ -66,7 +67,7 @@ class Hook:
         """Act after a micro-batch's backward; `terms` is its number of samples or tokens."""
 
     def step_begins(self, *, is_scaled: bool) -> None:
-        """Act when the loop calls `step`; `is_scaled` is True if gradients still have a loss scale."""
+        """Act when the loop calls `step`; `is_scaled` is True if gradients still have a constant factor."""
 
     def gradient_complete(self, scale: float | Tensor) -> None:
         """Act on the complete gradient, multiplied by `scale`, before it is unscaled or clipped."""

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from trimtab.core.errors import LoopError, LossError, ValueGivenError
+from torch import Tensor
+from torch.utils.data import TensorDataset
+
+from trimtab.core.errors import LoopError, ValueGivenError
 
 BACKWARD = "Call run.backward(loss) once for every micro-batch, inside `for micro in window`."
+
+_LOOP = "Write `for window in run.windows(loader): run.train_step(window, loss_fn)`."
 
 
 def run_closed() -> LoopError:
@@ -71,9 +76,42 @@ def backward_missing() -> LoopError:
     return LoopError(
         "window",
         problem="The next micro-batch was requested before run.backward(loss) was called for the current micro-batch.",
-        hint=BACKWARD + " Do not convert a window to a list.",
+        hint=BACKWARD + " Replace loss.backward() by run.backward(loss).",
         code="loop.backward_missing",
     )
+
+
+class WindowAttributeError(LoopError, AttributeError):
+    """A window was used as a batch, by an attribute that windows do not have."""
+
+
+def window_as_batch(use: str, kind: type[LoopError] = LoopError) -> LoopError:
+    """Return the error for a window that is used as a batch: unpacked, indexed or passed to a model."""
+    return kind(
+        "window",
+        problem=f"A window was used as a batch: {use}.",
+        hint=f"{_LOOP} Or take the batches of the window with `for micro in window`.",
+        code="loop.window_as_batch",
+    )
+
+
+def require_loader(loader: Any) -> None:
+    """Raise `LoopError` for objects that can be iterated but are no loader."""
+    remedies = {
+        enumerate: "Write enumerate(run.windows(loader)).",
+        TensorDataset: "It yields single samples. Pass DataLoader(dataset, batch_size=...).",
+        Tensor: "Pass a DataLoader, or a list of batches. To train on one batch, use run.window(batch).",
+        dict: "Pass a DataLoader, or a list of batches. To train on one batch, use run.window(batch).",
+    }
+    for kind, hint in remedies.items():
+        if isinstance(loader, kind):
+            raise LoopError(
+                "loader",
+                got=f"a {type(loader).__name__}",
+                expected="an iterable of batches, such as a DataLoader",
+                hint=hint,
+                code="loop.not_a_loader",
+            )
 
 
 def not_a_window(window: Any, *, is_window: bool) -> LoopError:
@@ -82,17 +120,6 @@ def not_a_window(window: Any, *, is_window: bool) -> LoopError:
         "window",
         got="a window of another run" if is_window else f"a {type(window).__name__}",
         expected="a window of this run",
-        hint="Take windows from run.windows(loader), or make one with run.window(batch).",
+        hint=f"{_LOOP} For a batch without a loader, use run.train_step(run.window(batch), loss_fn).",
         code="loop.not_a_window",
-    )
-
-
-def not_callable(loss_fn: Any) -> LossError:
-    """Return the error for a loss function that cannot be called."""
-    return LossError(
-        "loss_fn",
-        got=f"a {type(loss_fn).__name__}",
-        expected="a function loss_fn(model, batch)",
-        hint="Pass a function that returns the loss of a batch.",
-        code="loss_fn.not_callable",
     )

@@ -7,15 +7,18 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointError
 
 from trimtab.core.errors import LossError, ModelError
-from trimtab.losses import Count
+from trimtab.core.objective import precision_name
+from trimtab.losses import Count, divisor_of_mean, require_unscaled
 from trimtab.plans.plan import Plan
 from trimtab.state.object_snapshots import version_of
+from trimtab.techniques.mixed_precision import dtype_of
 from trimtab.training.hooks import Hook
-from trimtab.training.window import Window
+from trimtab.training.split_conditions import normalises_by_batch
+from trimtab.training.window import OpenWindow, Window
 
 _MOST_NODES = 20_000  # Largest number of nodes of the autograd graph to visit.
 _LINEAR = (
@@ -34,8 +37,12 @@ class LeftoverGradientChanges(Hook):
 
     In the first window, gradients are compared with their recorded state before each backward and before the step. The
     warning covers gradients that were removed (`zero_grad`), that changed without `run.backward` (a `loss.backward()`
-    in the loop or the loss function), and, under a loss scale, that changed before the step without `run.unscale()`
-    (clipping by hand). `ends` is called with this hook when the check is over.
+    in the loop or the loss function), and, under a loss scale or for a `Summed` loss, that changed before the step
+    without `run.unscale()` (clipping by hand).
+
+    Args:
+        optimizer: holds the parameters.
+        ends: called when the check is over: the first window has ended, was dropped, or its gradients are unscaled.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, ends: Callable[[Hook], None]) -> None:
@@ -57,7 +64,7 @@ class LeftoverGradientChanges(Hook):
         else:
             self._warn(
                 "Gradients changed between two calls of run.backward in one step, which accumulate gradients.",
-                "Remove zero_grad() and loss.backward() from the loop",
+                "Remove zero_grad() and loss.backward() from the loop, and clip gradients after its last micro-batch",
             )
 
     def backward_ends(self, rows: int, terms: Count) -> None:
@@ -72,7 +79,8 @@ class LeftoverGradientChanges(Hook):
             )
         elif is_scaled and self._has_changed():
             self._warn(
-                "Gradients were changed before run.step(), while they were multiplied by the loss scale of fp16.",
+                "Gradients were changed before run.step(), while they still had a factor: the loss scale of fp16, or "
+                "the number of terms of trimtab.Summed.",
                 "Call run.unscale() before the change, or pass clip_norm= to trimtab.start instead of clipping by hand",
             )
         self._end()
@@ -101,6 +109,75 @@ class LeftoverGradientChanges(Hook):
     def _warn(self, text: str, remedy: str) -> None:
         self._end()
         warnings.warn(f"{text} {remedy}.", RuntimeWarning, stacklevel=4)
+
+
+class EvaluationMode(Hook):
+    """Warns once if a model with dropout or batch normalisation stays in evaluation mode after an evaluation.
+
+    A model that was in evaluation mode from the first step is trained in this mode on purpose; planning warns of it.
+
+    Args:
+        ends: called after the warning.
+    """
+
+    def __init__(self, model: nn.Module, ends: Callable[[Hook], None]) -> None:
+        self._model, self._ends, self._was_training = model, ends, False
+
+    def window_begins(self, window: Window) -> None:
+        """Check the mode of the model."""
+        if self._model.training:
+            self._was_training = True
+        if self._model.training or not self._was_training:
+            return
+        self._ends(self)
+        if any(map(_depends_on_mode, self._model.modules())):
+            text = "The model stayed in evaluation mode, and trains without dropout and with frozen batch statistics."
+            hint = "Call model.train() after every evaluation."
+            warnings.warn(f"{text} {hint}", RuntimeWarning, stacklevel=4)
+
+
+def _depends_on_mode(module: nn.Module) -> bool:
+    is_dropout = isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0
+    return is_dropout or normalises_by_batch(module)
+
+
+def check_first_loss(loss: Tensor, plan: Plan, state: OpenWindow, *, is_scaled: bool) -> None:
+    """Check the first loss of a run for leftover lines of a plain loop.
+
+    Args:
+        state: the window and its last forward.
+        is_scaled: True if the run multiplies the loss by a loss scale.
+
+    Raises:
+        LossError: the loss was multiplied by the scale of a `GradScaler`.
+    """
+    require_unscaled(loss)
+    if is_scaled and plan.proof is None:
+        warn_of_own_functions(loss)
+    forward, state.forward.watched_device = state.forward, ""
+    _warn_of_other_autocast(forward.cast, str(plan.precision.value))
+    if state.window is not None:
+        _warn_of_divided_loss(loss, plan, state.window)
+
+
+def _warn_of_other_autocast(found: torch.dtype | None, precision: str) -> None:
+    """Warn if the model's forward ran under another autocast than the plan's."""
+    if found is None or found is dtype_of(precision):
+        return  # A forward without autocast is allowed, because the model may have its own inside.
+    text = f"The forward of the model ran under torch.autocast to {str(found).removeprefix('torch.')}, which overrides "
+    text += f"the plan's precision {precision}. Remove torch.autocast, and plan with "
+    text += f'reference=trimtab.Reference("{precision_name(found)}"), or pass this precision to Plan.fixed.'
+    warnings.warn(text, RuntimeWarning, stacklevel=4)
+
+
+def _warn_of_divided_loss(loss: Tensor, plan: Plan, window: Window) -> None:
+    """Warn if a mean was divided by the number of micro-batches or loader batches of the step."""
+    numbers = {window.num_micro_batches, window.num_batches, plan.reference.accumulate} - {1}
+    if numbers and (divisor := divisor_of_mean(loss)) in numbers:
+        text = f"The mean loss is divided by {divisor:g}, the number of micro-batches or loader batches of a step, "
+        text += "although the run averages over them. Remove the division. If it has another purpose, multiply the "
+        text += f"loss by 1 / {divisor:g} instead."
+        warnings.warn(text, RuntimeWarning, stacklevel=4)
 
 
 def warn_of_own_functions(loss: Tensor) -> None:

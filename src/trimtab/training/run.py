@@ -19,7 +19,7 @@ from trimtab.adaptive_batch.batch_size_policy import NoiseEstimate
 from trimtab.core import validation
 from trimtab.core.stateful import Load, loading_parts
 from trimtab.core.stopping_rule import Stop, StopReason
-from trimtab.losses import as_loss, detach_auxiliary, require_unscaled
+from trimtab.losses import as_loss, detach_auxiliary, require_loss_function
 from trimtab.plans.plan import Plan
 from trimtab.settings.clip_norm import resolve_clip, with_own_limit
 from trimtab.settings.precision import in_place
@@ -37,7 +37,13 @@ from trimtab.training.batch_size_controller import BatchSizeController
 from trimtab.training.data_position import DataPosition, length_of, require_state_kept
 from trimtab.training.early_stopping import EarlyStopping
 from trimtab.training.hooks import CheckpointHooks, Hooks, Outcome
-from trimtab.training.loop_warnings import LeftoverGradientChanges, UnequalBatches, explained, warn_of_own_functions
+from trimtab.training.loop_warnings import (
+    EvaluationMode,
+    LeftoverGradientChanges,
+    UnequalBatches,
+    check_first_loss,
+    explained,
+)
 from trimtab.training.nonfinite import Cause, NonFinitePolicy
 from trimtab.training.rank_sync import RankSync, RankWeights, UnevenInputs
 from trimtab.training.split_conditions import for_model
@@ -129,6 +135,7 @@ class Run:
             undo.push(apply_plan(model, self.model, optimizer, plan, self._open.forward, note, make_state=recovers))
             undo.callback(optimizer.register_step_post_hook(self._open.optimizer_stepped).remove)
             self._undo = undo.pop_all()
+        self._open.forward.watched_device = "" if on_trial else self._device.type
         self._maker = WindowMaker(
             self,
             self.plan,
@@ -143,6 +150,7 @@ class Run:
             self._retry,
             self._control,
             LeftoverGradientChanges(optimizer, self._remove_hook) if may_look else None,
+            None if on_trial else EvaluationMode(model, self._remove_hook),
             self._joining,
             self._peers,
             self._stopping if self._stopping.wants_norm else None,
@@ -165,6 +173,7 @@ class Run:
         Raises:
             LoopError: a window was opened and neither stepped nor discarded (checked for the last window too).
         """
+        loop_errors.require_loader(loader)
         before, has_ended = self.position.num_drawn_before, self._has_ended()
 
         def length() -> int:
@@ -288,8 +297,8 @@ class Run:
     def _train(self, window: Window, loss_fn: LossFn, *, steps: bool) -> None:
         if not isinstance(window, Window) or window.run is not self:
             raise loop_errors.not_a_window(window, is_window=isinstance(window, Window))
-        if not callable(loss_fn):
-            raise loop_errors.not_callable(loss_fn)
+        if not self._is_loss_checked or not callable(loss_fn):
+            require_loss_function(loss_fn)
         if self._open.window is not None:
             raise self._open.still_open("window")
         self._retry.begin(loss_fn)
@@ -348,9 +357,7 @@ class Run:
         loss, count, auxiliary = as_loss(result, is_auxiliary=self._has_auxiliary)
         self._has_auxiliary = auxiliary is not None
         if not self._is_loss_checked:
-            require_unscaled(loss)
-            if precision.scales and self.plan.proof is None:
-                warn_of_own_functions(loss)
+            check_first_loss(loss, self.plan, state, is_scaled=precision.scales)
             self._is_loss_checked = True
         if self._hook_checks.found and count is not None:
             self._hook_checks.require_mean(state.window)
@@ -426,7 +433,7 @@ class Run:
         if window is None or not state.is_last or state.awaits_backward:
             window = state.require_complete("run.step")
         for act in self._hooks.step_begins:
-            act(is_scaled=precision.scales)
+            act(is_scaled=precision.scales or weights.is_corrected_later)
         if precision.scales and not state.unscaled:
             self.unscale()
         self._show_gradient()
@@ -761,8 +768,10 @@ class Run:
     def end_micro_batch(self, window: Window) -> None:
         """Check that backward was called; called by the window after the loop's body for each micro-batch."""
         if self._open.window is window and self._open.awaits_backward:
+            has_forward = self._open.forward.seen
             self._abandon()
-            raise loop_errors.backward_missing()
+            unpacked = "it was unpacked or converted, or its micro-batch was not passed to run.model"
+            raise loop_errors.backward_missing() if has_forward else loop_errors.window_as_batch(unpacked)
 
     # Internal methods.
 

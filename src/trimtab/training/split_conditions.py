@@ -15,7 +15,7 @@ class UnprovedSplitWarning(UserWarning):
     """A plan set by hand splits the batch without a check that this keeps the gradient."""
 
 
-def warn_of_unproved_split(plan: Plan) -> None:
+def warn_of_unproved_split(plan: Plan, model: nn.Module) -> None:
     """Warn if a plan splits the batch without a check that proves equivalence (stack level of the caller's caller).
 
     No warning if the user's own loop accumulates gradients over the same split.
@@ -25,12 +25,22 @@ def warn_of_unproved_split(plan: Plan) -> None:
     if plan.check is not None and plan.splits_as_the_loop:
         return
     split = f"The plan splits a batch of {plan.batch_size} samples into micro-batches of {plan.micro_batch.value}"
+    named = model.named_modules() if isinstance(model, nn.Module) else ()  # Refused later otherwise.
+    normalised = [name for name, each in named if each.training and normalises_by_batch(each)]
     if plan.check is None:
-        text = (
-            f"{split}, but no check proves that this keeps the gradient. A loss or layer that computes over the whole "
-            "batch (contrastive loss, batch statistics, mean over tokens) trains differently on micro-batches. Make "
-            "the plan with trimtab.plan(...), which checks the split."
-        )
+        text = f"{split}, but no check proves that this keeps the gradient. "
+        if normalised:
+            text += (
+                f"The model has batch normalisation ({normalised[0]!r}), whose statistics would be computed per "
+                "micro-batch, so that training changes. Use a plan without micro_batch, set the layers to evaluation "
+                "mode, or replace them by GroupNorm."
+            )
+        else:
+            text += (
+                "A loss or layer that computes over the whole batch (contrastive loss, batch statistics, mean over "
+                "tokens) trains differently on micro-batches. Make the plan with trimtab.plan(...), which checks the "
+                "split."
+            )
     else:
         text = (
             f"{split}, although splitting changes training: {plan.check.reason}. Use a micro-batch of the whole batch."

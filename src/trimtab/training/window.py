@@ -14,7 +14,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -35,7 +35,7 @@ from trimtab.training.batch import (
     versions_of,
     with_new_containers,
 )
-from trimtab.training.loop_errors import BACKWARD
+from trimtab.training.loop_errors import BACKWARD, WindowAttributeError, window_as_batch
 from trimtab.training.out_of_memory import MicroBatchLimit
 
 _TORCH, _OWN = str(Path(torch.__file__).parent), str(Path(__file__).parents[1])
@@ -144,6 +144,19 @@ class Window:
 
     def __len__(self) -> int:
         return self.num_micro_batches
+
+    def __getitem__(self, index: Any) -> Any:
+        raise window_as_batch(f"window[{index!r:.20}] was read")
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            raise window_as_batch(f"window.{name} was read", WindowAttributeError)
+
+    @classmethod
+    def __torch_function__(cls, function: Any, *_: Any) -> Any:
+        name = getattr(function, "__name__", "a function")
+        raise window_as_batch(f"it was passed to torch ({name})")
 
     def __iter__(self) -> Iterator[Any]:
         if self._used:
@@ -415,7 +428,8 @@ class OpenWindow:
         """Return the error for a call of `run.backward` that does not follow a forward of the current micro-batch."""
         if not self.awaits_backward:
             problem = "run.backward was called without an open micro-batch, or twice for the same micro-batch."
-            return LoopError("run.backward", problem=problem, hint=BACKWARD, code="loop.no_micro_batch")
+            hint = f"{BACKWARD} run.train_step(window, loss_fn) includes the backward passes."
+            return LoopError("run.backward", problem=problem, hint=hint, code="loop.no_micro_batch")
         return LoopError(
             "run.backward",
             problem="run.backward was called before run.model had a forward for this micro-batch.",
@@ -430,10 +444,18 @@ class OpenWindow:
 
 
 class ForwardRecorder:
-    """Forward pre-hook that records calls of the watched model, but not of copies such as an EMA."""
+    """Forward pre-hook that records calls of the watched model, but not of copies such as an EMA.
+
+    Attributes:
+        seen: True if the model had a forward for the current micro-batch.
+        watched_device: type of the device whose autocast is recorded; "" records nothing.
+        cast: autocast dtype of the last forward; None without autocast.
+    """
 
     def __init__(self) -> None:
         self.seen = False
+        self.watched_device = ""
+        self.cast: torch.dtype | None = None
         self._watched: Callable[[], nn.Module | None] = lambda: None
 
     def __call__(self, module: nn.Module, args: Any) -> None:
@@ -443,6 +465,9 @@ class ForwardRecorder:
     def note(self) -> None:
         """Record a forward of the model."""
         self.seen = True
+        if self.watched_device:
+            is_on = torch.is_autocast_enabled(self.watched_device)
+            self.cast = torch.get_autocast_dtype(self.watched_device) if is_on else None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ForwardRecorder:
         return self

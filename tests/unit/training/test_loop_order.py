@@ -56,7 +56,8 @@ class Verbs(RuleBasedStateMachine):
     @rule()
     def next_micro_batch(self):
         if self.done < self.got:
-            with raises(LoopError, code="loop.backward_missing", field="window"):
+            code = "loop.backward_missing" if self.seen == self.got else "loop.window_as_batch"
+            with raises(LoopError, code=code, field="window"):
                 next(self.micros)
             assert all(p.grad is None for p in self.model.parameters()), "the window is given up whole"
             self.idle()
