@@ -258,7 +258,7 @@ def trained(
     names = ("loss", "grad_norm", "learning_rate", "eval_loss")
     said = {name: [entry[name] for entry in trainer.state.log_history if name in entry] for name in names}
     found = {"weights": weights(model), "said": said, "waits": waits.least() if counts else None}
-    return found | ({"plan": to_json(trainer.trimtab_plan)} if ours else {})
+    return found | ({"plan": to_json(trainer.plan)} if ours else {})
 
 
 def by_trainers(folder: Path, ranks: int) -> dict:
