@@ -16,6 +16,7 @@ from accelerate import Accelerator
 from lightning.fabric import Fabric
 from lightning.pytorch.callbacks import Callback, Timer
 from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.plugins.precision import MixedPrecision
 from raising import raises
 from test_hosts_that_are_planned import OURS, PLAIN, counted_rows
 from torch import nn
@@ -90,6 +91,32 @@ def test_another_precision_than_the_trainers_is_the_plans(tmp_path):
     plain = trainer_of(PLAIN, tmp_path / "plain")
     plain.train()
     assert test_lightning.difference(ours.model, plain.model) <= BF16
+
+
+class InHalf:
+    """Scales losses in fp16 on a CPU, which Accelerate does on a GPU only."""
+
+    def create_accelerator_and_postprocess(self):
+        super().create_accelerator_and_postprocess()
+        self.accelerator.native_amp, self.accelerator.scaler = True, torch.amp.GradScaler("cpu")
+
+
+def test_the_trainers_fp16_stays_and_scales_once(tmp_path):
+    trainers = []
+    for kind in (PLAIN, OURS):
+        test_accelerate.reset()
+        own = {"plan": trimtab.Plan.fixed(ROWS)} if kind is OURS else {}
+        changes = {"fp16": True, "eval_strategy": "steps", "eval_steps": 10, "max_grad_norm": 0.5}
+        trainers.append(trainer_of(type("Half", (InHalf, kind), {}), tmp_path / kind.__name__, own=own, **changes))
+        trainers[-1].train()
+    plain, ours = trainers
+    assert (ours.plan.precision.value, ours.plan.changes) == ("fp16", ())
+    assert test_lightning.difference(ours.model, plain.model) <= BF16
+    for name in ("loss", "eval_loss", "grad_norm", "learning_rate"):
+        found, expected = (test_transformers.history(each, name) for each in (ours, plain))
+        assert found == pytest.approx(expected, rel=1e-4), name
+    assert ours.accelerator.native_amp
+    assert ours.accelerator.scaler is not None
 
 
 @pytest.mark.parametrize("optim", ["adamw_torch", "adamw_torch_fused"])
@@ -172,6 +199,16 @@ def test_lightnings_bf16_stays(tmp_path, own, clip):
     exact = Single()
     test_lightning.fitted(exact, "auto", tmp_path, DataLoader(test_lightning.data(), ROWS), gradient_clip_val=clip)
     assert test_lightning.difference(exact, plain) > 100 * BF16
+
+
+def test_lightnings_fp16_stays_and_scales_once(tmp_path):
+    plain, ours, strategy = Single(), Single(), TrimtabStrategy(plan=trimtab.Plan.fixed(ROWS, 4))
+    for module, kind in ((plain, "auto"), (ours, strategy)):
+        changes = {"plugins": [MixedPrecision("16-mixed", "cpu")], "gradient_clip_val": 0.3}
+        test_lightning.fitted(module, kind, tmp_path, DataLoader(test_lightning.data(), ROWS), **changes)
+    assert strategy.plan.precision.value == "fp16"
+    assert test_lightning.difference(ours, plain) <= 1e-2  # Halves of a batch round otherwise.
+    assert ours.losses == pytest.approx(plain.losses, rel=1e-3)
 
 
 def test_planning_is_not_in_lightnings_timers(tmp_path, caplog, monkeypatch):
