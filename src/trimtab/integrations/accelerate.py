@@ -27,7 +27,7 @@ from trimtab.integrations.trainer_rules import (
     follow_plan_precision,
     following,
     require_shared,
-    start_in_process_group,
+    start_until_closed,
 )
 from trimtab.plans.plan import Plan
 from trimtab.training.run import Run
@@ -99,14 +99,8 @@ def start(accelerator: Accelerator, model: nn.Module, optimizer: Any, plan: Plan
     require_shared(plan, accelerator.num_processes, (None,) if is_wrapped else STAGES)
     _refuse_windows(accelerator, plan)
     plan, undo = following(plan, precision_of(accelerator)), leave_precision_to_plan(accelerator, inner)
-    try:
-        run = start_in_process_group(
-            model if is_wrapped else inner.to(accelerator.device), _inner(optimizer), plan, **running
-        )
-    except BaseException:
-        undo()
-        raise
-    run.on_close(undo)
+    placed = model if is_wrapped else inner.to(accelerator.device)
+    run = start_until_closed(undo, placed, _inner(optimizer), plan, **running)
     if (num_batches := accelerator.gradient_accumulation_steps) > 1:
         run.of_batches(num_batches)
     return run

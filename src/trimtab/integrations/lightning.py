@@ -10,6 +10,7 @@ the autocast of training steps and scales losses.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -31,14 +32,13 @@ from trimtab.integrations.ignored_labels import counts_nothing
 from trimtab.integrations.join_batches import WindowBatches
 from trimtab.integrations.planning_messages import announced
 from trimtab.integrations.trainer_rules import (
-    accumulation_arguments,
     checked_plan,
     follow_plan_precision,
     following,
-    refuse_both,
-    refuse_running,
+    refuse_arguments,
     require_shared,
     start_in_process_group,
+    start_until_closed,
 )
 from trimtab.losses import Summed
 from trimtab.plans.plan import Plan
@@ -126,8 +126,7 @@ class TrimtabStrategy(SingleDeviceStrategy):
     ) -> None:
         super().__init__(device or "cpu", **kwargs)
         self._follows = device is None
-        refuse_both(plan, planning)
-        refuse_running(running)
+        refuse_arguments(plan, planning, running)
         self.plan, self.run = checked_plan(plan, _HOST), None
         self._precision = "fp32"
         self._planning, self._running, self._count = dict(planning or {}), dict(running or {}), count
@@ -307,13 +306,9 @@ class TrimtabStrategy(SingleDeviceStrategy):
             known["total_steps"] = max(1, int(steps) - trainer.global_step)
 
         def planned(progress: Callable[[str], None]) -> Plan | None:
-            def make(example: Any, num_batches: int) -> Plan:
-                how = known | {"progress": progress} | self._planning
-                asked = accumulation_arguments(how, num_batches, len(batches))
-                return make_plan(module, optimizer, loss_fn, example, **asked)
-
+            make = functools.partial(make_plan, module, optimizer, loss_fn)
             with _unlogged(module):
-                return checked_plan(self._window.planned(batches, make), _HOST)
+                return checked_plan(self._window.planned(batches, make, known | {"progress": progress}), _HOST)
 
         plan, seconds = announced(planned, optimizer)
         _leave_out(trainer.callbacks, seconds)
@@ -460,13 +455,7 @@ def start(fabric: Fabric, model: nn.Module, optimizer: torch.optim.Optimizer, pl
     precision = _precision_of_fabric(fabric)
     require_shared(plan, fabric.world_size)
     plan, undo = following(plan, precision), _leave_precision_to_plan(fabric, model)
-    try:
-        run = start_in_process_group(model.to(fabric.device), optimizer, plan, **running)
-    except BaseException:
-        undo()
-        raise
-    run.on_close(undo)
-    return run
+    return start_until_closed(undo, model.to(fabric.device), optimizer, plan, **running)
 
 
 def _precision_of_fabric(fabric: Fabric) -> str:

@@ -28,7 +28,7 @@ _WORDS: dict[str, Callable[[object], str]] = {
 
 
 class _Stderr(logging.Handler):
-    """Writes messages to stderr, above the progress bars of tqdm, which the trainers show."""
+    """Writes messages to stderr, above progress bars of tqdm."""
 
     def emit(self, record: logging.LogRecord) -> None:
         line, tqdm = self.format(record), sys.modules.get("tqdm")
@@ -47,7 +47,7 @@ def _log(line: str) -> None:
 
 
 class ProgressLines:
-    """Progress callback of `trimtab.plan` that logs a line at most every `EVERY_S` seconds."""
+    """Progress callback of `trimtab.plan`: logs a line at most every `EVERY_S` seconds."""
 
     def __init__(self) -> None:
         self._start = self._last = time.monotonic()
@@ -66,11 +66,11 @@ def announced(
 
     Args:
         make: makes the plan, with a progress callback.
-        optimizer: the optimizer, which the line names.
-        speaks: False on all ranks but the first, which log nothing.
+        optimizer: the optimizer named in the line.
+        speaks: True on the first rank; other ranks log nothing.
 
     Returns:
-        The plan, and the seconds that making it took.
+        The plan, and the seconds of planning.
     """
     start = time.perf_counter()
     plan = make(ProgressLines() if speaks else silent)
@@ -81,7 +81,7 @@ def announced(
 
 
 def headline(plan: Plan, optimizer: str, seconds: float) -> str:
-    """Return the result of planning in at most `LONGEST` characters.
+    """Return a line with the result of planning, of at most `LONGEST` characters.
 
     Args:
         plan: the plan.

@@ -26,7 +26,7 @@ LIMIT_S = 1800.0
 
 
 def following(plan: Plan | None, precision: str) -> Plan | None:
-    """Return the plan; a plan made by hand that sets no precision keeps the trainer's precision."""
+    """Return the plan, with the trainer's precision if it was made by hand without a precision."""
     if not isinstance(plan, Plan) or plan.check is not None or plan.baseline is not None:
         return plan
     if plan.precision.code != unchanged("precision").code:
@@ -116,8 +116,8 @@ def checked_plan(plan: Plan | None, host: str) -> Plan | None:
     return without_graphs(plan, "the trainer may call the model in another way than the planned loop")
 
 
-def refuse_both(plan: Plan | None, planning: Mapping[str, Any] | None) -> None:
-    """Raise `ValueGivenError` if both a plan and arguments for planning are given."""
+def refuse_arguments(plan: Plan | None, planning: Mapping[str, Any] | None, running: Mapping[str, Any] | None) -> None:
+    """Raise `ValueGivenError` for planning arguments without effect, and options of the run that the trainer has."""
     if plan is not None and planning:
         raise ValueGivenError(
             "planning",
@@ -125,10 +125,6 @@ def refuse_both(plan: Plan | None, planning: Mapping[str, Any] | None) -> None:
             hint="Remove one of them.",
             code="argument.conflict",
         )
-
-
-def refuse_running(running: Mapping[str, Any] | None) -> None:
-    """Raise `ValueGivenError` for options of the run that the trainer provides or that require `run.windows`."""
     for name in ("clip_norm", "stop", "checkpoints", "total_samples", "total_tokens"):
         if (running or {}).get(name) is not None:
             raise ValueGivenError(
@@ -175,3 +171,16 @@ def start_in_process_group(
     """
     with limited_to(limit_s):
         return start(model, optimizer, plan, **running)
+
+
+def start_until_closed(
+    undo: Callable[[], None], model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan, **running: Any
+) -> Run:
+    """Return a run in the trainer's process group, and call `undo` when the run closes or cannot start."""
+    try:
+        run = start_in_process_group(model, optimizer, plan, **running)
+    except BaseException:
+        undo()
+        raise
+    run.on_close(undo)
+    return run

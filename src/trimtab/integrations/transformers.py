@@ -35,11 +35,9 @@ from trimtab.integrations.ignored_labels import (
 from trimtab.integrations.join_batches import WindowBatches
 from trimtab.integrations.planning_messages import announced
 from trimtab.integrations.trainer_rules import (
-    accumulation_arguments,
     checked_plan,
     following,
-    refuse_both,
-    refuse_running,
+    refuse_arguments,
     require_shared,
     start_in_process_group,
 )
@@ -73,9 +71,8 @@ class TrimtabTrainer(Trainer):
 
     A step has `per_device_train_batch_size * gradient_accumulation_steps` samples as before; the plan decides how to
     split the samples. Learning rate, schedule and clipping follow the TrainingArguments. Their precision, clipping and
-    activation checkpointing are the baseline of the plan; the precision stays if no other is better. After planning,
-    one line is logged; the metric `planning_seconds` is separate from `train_runtime`. Other arguments are as in
-    `Trainer`.
+    activation checkpointing are the baseline of the plan. After planning, one line is logged; the metric
+    `planning_seconds` is separate from `train_runtime`. Other arguments are as in `Trainer`.
 
     Args:
         plan: the plan; None makes a plan from the batches of the first window before training on them.
@@ -113,8 +110,7 @@ class TrimtabTrainer(Trainer):
                 hint="Divide the loss by num_items_in_batch in compute_loss.",
                 code="loss.not_scaled",
             )
-        refuse_both(plan, planning)
-        refuse_running(running)
+        refuse_arguments(plan, planning, running)
         self._precision = self._own_precision()
         self.plan = self._checked(following(plan, self._precision))
         self.run: Run | None = None
@@ -221,14 +217,13 @@ class TrimtabTrainer(Trainer):
         }
 
         def planned(progress: Callable[[str], None]) -> Plan:
-            def make(example: Any, num_batches: int) -> Plan:
+            def make(example: Any, **how: Any) -> Plan:
                 # Planning may try other numbers of samples, and trace shapes only.
                 self._labels = WindowLabels([example], is_known=False)
-                how = known | {"progress": progress} | self._planning
-                asked = accumulation_arguments(how, num_batches, len(batches))
-                return make_plan(self.model, self.optimizer.optimizer, self._counted_loss, example, **asked)
+                return make_plan(self.model, self.optimizer.optimizer, self._counted_loss, example, **how)
 
-            return self._checked(self._window.planned(batches, make, is_alone=self._num_ranks == 1))
+            how = known | {"progress": progress}
+            return self._checked(self._window.planned(batches, make, how, is_alone=self._num_ranks == 1))
 
         speaks = self.is_world_process_zero()
         plan, self._planning_s = announced(planned, self.optimizer.optimizer, speaks=speaks)
