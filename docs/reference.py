@@ -63,7 +63,7 @@ GROUPS = {
     "Tasks": _of("trimtab.tasks", *_TASKS),
     "Frameworks": (
         *_of("trimtab.integrations.transformers", "TrimtabTrainer"),
-        *_of("trimtab.integrations.lightning", "TrimtabStrategy", "start"),
+        *_of("trimtab.integrations.lightning", "TrimtabStrategy", "plan", "start"),
         *_of("trimtab.integrations.accelerate", "plan", "start"),
     ),
     "Trackers": (

@@ -1,4 +1,4 @@
-"""A small network on a spiral's arms, in a loop of one's own on an Accelerator."""
+"""A small network for points on a spiral, in a loop with Accelerate."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A small network on a spiral's arms, by our windows on an Accelerator."""
+"""A small network for points on a spiral, in a loop with Accelerate and trimtab."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ def main(epochs: int = 10) -> float:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     loader = DataLoader(spiral(), batch_size=256)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-    with start(accelerator, model, optimizer, plan(accelerator, model, optimizer, loss_fn, next(iter(loader)))) as run:
+    chosen = plan(accelerator, model, optimizer, loss_fn, loader, total_steps=epochs * len(loader))
+    with start(accelerator, model, optimizer, chosen) as run:
         for _ in range(epochs):
             for window in run.windows(loader):
                 loss = run.train_step(window, loss_fn)

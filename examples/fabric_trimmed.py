@@ -1,4 +1,4 @@
-"""A small network on a spiral's arms, by our windows on Fabric."""
+"""A small network for points on a spiral, in a loop with Fabric and trimtab."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ from lightning.fabric import Fabric
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-import trimtab
-from trimtab.integrations.lightning import start
+from trimtab.integrations.lightning import plan, start
 
 
 def spiral(rows: int = 4_000) -> TensorDataset:
@@ -31,7 +30,8 @@ def main(epochs: int = 10) -> float:
     model = nn.Sequential(nn.Linear(2, 256), nn.GELU(), nn.Linear(256, 256), nn.GELU(), nn.Linear(256, 3))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     loader = fabric.setup_dataloaders(DataLoader(spiral(), batch_size=256))
-    with start(fabric, model, optimizer, trimtab.plan(model, optimizer, loss_fn, next(iter(loader)))) as run:
+    chosen = plan(fabric, model, optimizer, loss_fn, loader, total_steps=epochs * len(loader))
+    with start(fabric, model, optimizer, chosen) as run:
         for _ in range(epochs):
             for window in run.windows(loader):
                 loss = run.train_step(window, loss_fn)

@@ -1,4 +1,4 @@
-"""A small network on a spiral's arms, by our windows in Lightning's Trainer."""
+"""A small network for points on a spiral, trained by Lightning's Trainer with trimtab."""
 
 from __future__ import annotations
 

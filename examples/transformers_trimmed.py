@@ -1,4 +1,4 @@
-"""A small GPT-2 on the source of a module that Python comes with, by our windows in Hugging Face's Trainer."""
+"""A small GPT-2 on the source of a module of Python, trained by the Transformers Trainer with trimtab."""
 
 from __future__ import annotations
 

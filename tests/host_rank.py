@@ -226,7 +226,7 @@ class Waits(TorchDispatchMode):
 
 
 def trained(
-    folder: Path, *, ours: bool, k: int = 1, rows=None, runs_out=False, evaluates=False, counts=False, **own
+    folder: Path, *, ours: bool, k: int = 1, rows=None, runs_out=False, evaluates=False, counts=False, half=False, **own
 ) -> dict:
     """Return what a Trainer, or ours, ends with."""
     from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
@@ -236,7 +236,8 @@ def trained(
     torch.manual_seed(0)
     sizes = {"n_layer": 2, "n_embd": 16, "n_head": 2, "vocab_size": WORDS, "n_positions": LENGTH}
     still = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-    model = GPT2LMHeadModel(GPT2Config(bos_token_id=0, eos_token_id=0, **sizes, **still)).double()
+    model = GPT2LMHeadModel(GPT2Config(bos_token_id=0, eos_token_id=0, **sizes, **still))
+    model = model if half else model.double()
     if runs_out:
         model = runs_out_on(model, is_here=dist.get_rank() == 1)
     ranks = dist.get_world_size() if dist.is_initialized() else 1
@@ -244,6 +245,7 @@ def trained(
     given |= {"logging_steps": 5, "lr_scheduler_type": "cosine", "learning_rate": 1e-2, "disable_tqdm": True}
     given |= {"per_device_train_batch_size": ROWS // ranks // k, "gradient_accumulation_steps": k}
     given |= {"eval_strategy": "steps", "eval_steps": 10, "prediction_loss_only": True} if evaluates else {}
+    given |= {"bf16": True, "optim": "sgd", "learning_rate": 0.1} if half else {}
     arguments = TrainingArguments(str(folder / "trainer"), remove_unused_columns=False, **given)
     data = {
         "train_dataset": rows or Rows(),
@@ -258,7 +260,7 @@ def trained(
     names = ("loss", "grad_norm", "learning_rate", "eval_loss")
     said = {name: [entry[name] for entry in trainer.state.log_history if name in entry] for name in names}
     found = {"weights": weights(model), "said": said, "waits": waits.least() if counts else None}
-    return found | ({"plan": to_json(trainer.trimtab_plan)} if ours else {})
+    return found | ({"plan": to_json(trainer.plan)} if ours else {})
 
 
 def by_trainers(folder: Path, ranks: int) -> dict:
@@ -274,6 +276,8 @@ def by_trainers(folder: Path, ranks: int) -> dict:
     found["host, counted"] = trained(folder, ours=False, counts=True)
     for micro in (1, 4):
         found[f"counted {micro}"] = trained(folder, ours=True, counts=True, plan=trimtab.Plan.fixed(4, micro, **shared))
+    found["host, half"] = trained(folder, ours=False, half=True, evaluates=True)
+    found["half"] = trained(folder, ours=True, half=True, evaluates=True, plan=trimtab.Plan.fixed(4, **shared))
     found["unshared"] = refused(lambda: trained(folder, ours=True, plan=trimtab.Plan.fixed(4)))
     return found
 

@@ -82,6 +82,7 @@ ONLY = {
         "trimtab.distributed.process_group",
         "trimtab.integrations",
     },
+    "trimtab.integrations.planning_messages": {"trimtab.core", "trimtab.plans", "trimtab.settings"},
     "trimtab.integrations.trackers": {"trimtab.core"},
     "trimtab.integrations.tracking": {
         "trimtab.core",

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.slow
 
 PROGRAM = Path(__file__).parents[1] / "host_rank.py"
 # Of a tensor's largest weight, in double precision; of what a plan made here changes, which may be rounding.
-EXACT, ROUNDED = 1e-10, 1e-6
+EXACT, ROUNDED, HALF = 1e-10, 1e-6, 1e-3
 
 
 def job(folder: Path, host: str) -> tuple[dict, list[dict]]:
@@ -123,3 +123,11 @@ def test_a_rank_of_whose_batch_nothing_counts_is_no_nan(trainers):
 def test_a_plan_that_does_not_share_the_model_is_refused_by_the_trainer(trainers):
     for each in trainers[1]:
         assert each["unshared"] == "plan.zero_stage_unsupported"
+
+
+def test_a_trainers_ranks_keep_its_bf16(trainers):
+    for each in trainers[1]:
+        assert '"precision":{"value":"bf16"' in each["half"]["plan"].replace(" ", "").replace("\n", "")
+        assert difference(each["half"]["weights"], each["host, half"]["weights"]) <= HALF
+        for name in ("loss", "grad_norm", "eval_loss"):
+            assert each["half"]["said"][name] == pytest.approx(each["host, half"]["said"][name], rel=1e-3), name

@@ -132,4 +132,4 @@ def test_the_trainers_batches_are_what_they_are(tmp_path, name):
     plain, ours = scored(Trainer, tmp_path / "plain", name), scored(TrimtabTrainer, tmp_path / "ours", name, **how)
     assert_as(ours.model, plain.model)
     is_joined = name.startswith("rows alone")
-    assert ours.trimtab_plan.batch_size == (K * ROWS if is_joined or how is OF_A_WINDOW else ROWS)
+    assert ours.plan.batch_size == (K * ROWS if is_joined or how is OF_A_WINDOW else ROWS)

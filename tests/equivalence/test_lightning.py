@@ -299,7 +299,7 @@ def test_an_error_closes_the_run(tmp_path):
 @pytest.mark.parametrize(
     ("make", "changes", "code", "field"),
     [
-        (Module, {"precision": "bf16-mixed"}, "trainer.decided_by_plan", "Trainer.precision"),
+        (Module, {"precision": "bf16-true"}, "trainer.precision_unsupported", "Trainer.precision"),
         (lambda: Module(optimizers=2), {}, "trainer.manual_optimization", "automatic_optimization"),
     ],
 )

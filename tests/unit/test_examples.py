@@ -82,7 +82,7 @@ def test_the_task_of_your_own_can_be_planned_and_trained() -> None:
 
 
 # Which examples a page's diffs stand for, in their order.
-DIFFS = {"README.md": ("",), "docs/hosts.md": ("transformers_", "lightning_", "accelerate_")}
+DIFFS = {"README.md": ("",), "docs/hosts.md": ("transformers_", "lightning_", "fabric_", "accelerate_")}
 
 
 class Called(NamedTuple):

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from trimtab.core.errors import InfeasibleError
+from trimtab.integrations.trainer_rules import accumulation_arguments
 from trimtab.plans.plan import Plan
 from trimtab.training.batch import BY_CONTAINERS
 from trimtab.training.split_conditions import has_batch_statistics
@@ -30,31 +31,40 @@ class WindowBatches:
     """
 
     def __init__(self, model: nn.Module, planning: Mapping[str, Any], *, are_apart: bool = False) -> None:
+        self._planning = planning
         self._are_apart = are_apart or "longest_batch" in planning or has_batch_statistics(model)
 
-    def planned(self, batches: Sequence[Any], make: Callable[[Any, int], Plan], *, is_alone: bool = True) -> Plan:
+    def planned(
+        self, batches: Sequence[Any], make: Callable[..., Plan], known: Mapping[str, Any], *, is_alone: bool = True
+    ) -> Plan:
         """Return a plan for the joined batches if joining provably keeps the numerics; else for the first batch.
 
         All ranks decide alike, since they have the same plan and equally many batches.
 
         Args:
             batches: the batches of a window.
-            make: makes a plan for an example that joins a given number of the trainer's batches.
+            make: `trimtab.plan` with model, optimizer and loss; called with an example batch and further arguments.
+            known: arguments of `trimtab.plan` by the trainer; those of the user take precedence.
             is_alone: True for a single process. With several ranks, a window that does not fit into one rank's memory
                 raises.
         """
+
+        def of_first() -> Plan:
+            return make(batches[0], **accumulation_arguments(how, 1, len(batches)))
+
+        how = {**known, **self._planning}
         if self._are_apart or len(batches) == 1:
-            return make(batches[0], 1)
+            return of_first()
         window = _together(batches)
         if is_alone and len(window) > 1:  # With several ranks, all batches may have one shape on some ranks only.
-            return make(batches[0], 1)
+            return of_first()
         try:
-            plan = make(window[0], len(batches))
+            plan = make(window[0], **accumulation_arguments(how, len(batches), len(batches)))
         except InfeasibleError:
             if not is_alone:
                 raise
-            return make(batches[0], 1)
-        return plan if plan.proves_splitting else make(batches[0], 1)
+            return of_first()
+        return plan if plan.proves_splitting else of_first()
 
     def joined(self, batches: Sequence[Any], plan: Plan) -> list[Any]:
         """Return the batches joined into one if joining keeps the numerics; else unchanged.

@@ -3,12 +3,14 @@
 The Trainer keeps data, callbacks, logging, clipping, schedules, validation and checkpoints. It calls the strategy's
 `training_step`, `backward` and `optimizer_step` in turn. Here, `training_step` collects batches and trains on the
 window at its last batch, `backward` brings back the gradients, which the Trainer zeroes in between, and
-`optimizer_step` steps.
+`optimizer_step` steps. The Trainer's mixed precision and clipping by norm are the baseline of the plan; the run opens
+the autocast of training steps and scales losses.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -16,22 +18,27 @@ import lightning.pytorch as pl
 import torch
 from lightning.fabric import Fabric
 from lightning.fabric.strategies import DDPStrategy
-from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.callbacks import ThroughputMonitor, Timer
+from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from lightning.pytorch.strategies import SingleDeviceStrategy
+from lightning.pytorch.trainer.states import RunningStage
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 
 from trimtab.api import plan as make_plan
 from trimtab.core.errors import ValueGivenError
+from trimtab.core.objective import Reference
 from trimtab.integrations.ignored_labels import counts_nothing
 from trimtab.integrations.join_batches import WindowBatches
+from trimtab.integrations.planning_messages import announced
 from trimtab.integrations.trainer_rules import (
-    accumulation_arguments,
     checked_plan,
-    refuse_both,
-    refuse_running,
+    follow_plan_precision,
+    following,
+    refuse_arguments,
     require_shared,
     start_in_process_group,
+    start_until_closed,
 )
 from trimtab.losses import Summed
 from trimtab.plans.plan import Plan
@@ -76,15 +83,17 @@ def _leaves(loss: Tensor) -> Iterator[Tensor]:
 
 _HOST = "the Trainer"
 _DEVICES = {"CUDAAccelerator": "cuda:0", "MPSAccelerator": "mps:0"}
-_WHOLE = ("32", "32-true", "64", "64-true")
-_PRECISION = "Remove the precision. To fix a precision, use plan=Plan.fixed(rows, precision='bf16')."
+# Precisions of Lightning, and those of a plan. Weights and inputs in half precision are not a choice of plans.
+_PRECISIONS = dict.fromkeys(("32", "32-true", "64", "64-true"), "fp32") | {"bf16-mixed": "bf16", "16-mixed": "fp16"}
 _RANKS = "For several ranks, use Fabric with trimtab.integrations.lightning.start, or a plain loop (docs/ranks.md)."
 
 
 class TrimtabStrategy(SingleDeviceStrategy):
     """Trains a `LightningModule` on one device through a run: `Trainer(strategy=TrimtabStrategy())`.
 
-    A step has `accumulate_grad_batches` loader batches; the plan decides how to split them into micro-batches.
+    A step has `accumulate_grad_batches` loader batches; the plan decides how to split them into micro-batches. The
+    Trainer's mixed precision and clipping are the baseline of the plan, and the precision stays if no other is better.
+    After planning, one line is logged, and loggers receive `planning_seconds`.
 
     Args:
         device: device to train on; None uses the first device of the Trainer's `accelerator`.
@@ -117,9 +126,9 @@ class TrimtabStrategy(SingleDeviceStrategy):
     ) -> None:
         super().__init__(device or "cpu", **kwargs)
         self._follows = device is None
-        refuse_both(plan, planning)
-        refuse_running(running)
+        refuse_arguments(plan, planning, running)
         self.plan, self.run = checked_plan(plan, _HOST), None
+        self._precision = "fp32"
         self._planning, self._running, self._count = dict(planning or {}), dict(running or {}), count
         self._collected: list[Any] = []
         self._held: list[tuple[Tensor, Tensor]] = []
@@ -156,7 +165,8 @@ class TrimtabStrategy(SingleDeviceStrategy):
     def on_train_start(self) -> None:
         """Raise `ValueGivenError` for settings that a plan decides."""
         super().on_train_start()
-        _refuse(self.lightning_module, self.precision_plugin, len(self.optimizers))
+        _refuse(self.lightning_module, len(self.optimizers))
+        self._precision = _precision_of("Trainer.precision", self.precision_plugin.precision)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Drop batches left over from an epoch that ended within a window."""
@@ -181,7 +191,8 @@ class TrimtabStrategy(SingleDeviceStrategy):
 
         def loss_fn(model: nn.Module, micro: Any) -> Any:
             others.clear()  # Freed before the next values are computed.
-            with self.precision_plugin.train_step_context():
+            # The run has opened the autocast of the plan.
+            with contextlib.nullcontext() if self._is_mixed else self.precision_plugin.train_step_context():
                 said = self._forward_redirection(model, self.lightning_module, "training_step", micro, *rest, **named)
             others.update(_beside_loss(said))
             return self._loss_of(said)
@@ -198,11 +209,13 @@ class TrimtabStrategy(SingleDeviceStrategy):
 
     def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
         """Restore the window's gradients, computed by `training_step`; callbacks are called as usual."""
-        closure_loss = self.precision_plugin.pre_backward(closure_loss, self.lightning_module)
+        # Without the loss scale of mixed precision, since the gradients are those of the run.
+        own = Precision() if self._is_mixed else self.precision_plugin
+        closure_loss = own.pre_backward(closure_loss, self.lightning_module)
         for parameter, gradient in self._held:
             parameter.grad = gradient
         self._held = []
-        return self.precision_plugin.post_backward(closure_loss, self.lightning_module)
+        return own.post_backward(closure_loss, self.lightning_module)
 
     def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         """Train on a window, clip through the Trainer, and step the run unless there was no loss."""
@@ -231,6 +244,10 @@ class TrimtabStrategy(SingleDeviceStrategy):
         """Close the run."""
         self._close()
         super().teardown()
+
+    @property
+    def _is_mixed(self) -> bool:
+        return isinstance(self.precision_plugin, MixedPrecision)
 
     @property
     def _skips_backward(self) -> bool:
@@ -275,18 +292,29 @@ class TrimtabStrategy(SingleDeviceStrategy):
         module, optimizer = self.lightning_module, self.optimizers[0]
         self._window = WindowBatches(module, self._planning)
         if self.plan is None:
-            steps = module.trainer.estimated_stepping_batches
-            how = ({"total_steps": int(steps)} if steps != float("inf") else {}) | self._planning
-
-            def make(example: Any, num_batches: int) -> Plan:
-                asked = accumulation_arguments(how, num_batches, len(batches))
-                return make_plan(module, optimizer, loss_fn, example, **asked)
-
-            with _unlogged(module):
-                plan = self._window.planned(batches, make)
-            self.plan = checked_plan(plan, _HOST)
+            self.plan = self._planned(loss_fn, batches)
+        self.plan = following(self.plan, self._precision)
         self.run = start_in_process_group(module, optimizer, self.plan, **self._running)
         return self.run
+
+    def _planned(self, loss_fn: Callable[[nn.Module, Any], Any], batches: Sequence[Any]) -> Plan:
+        module, optimizer, trainer = self.lightning_module, self.optimizers[0], self.lightning_module.trainer
+        steps, by_norm = trainer.estimated_stepping_batches, trainer.gradient_clip_algorithm in (None, "norm")
+        clip_norm = float(trainer.gradient_clip_val) if trainer.gradient_clip_val and by_norm else None
+        known: dict[str, Any] = {"reference": Reference(self._precision, clip_norm)}
+        if steps != float("inf"):
+            known["total_steps"] = max(1, int(steps) - trainer.global_step)
+
+        def planned(progress: Callable[[str], None]) -> Plan | None:
+            make = functools.partial(make_plan, module, optimizer, loss_fn)
+            with _unlogged(module):
+                return checked_plan(self._window.planned(batches, make, known | {"progress": progress}), _HOST)
+
+        plan, seconds = announced(planned, optimizer)
+        _leave_out(trainer.callbacks, seconds)
+        for logger in trainer.loggers:
+            logger.log_metrics({"planning_seconds": seconds}, step=trainer.global_step)
+        return plan
 
     def _hold(self) -> None:
         """Move the gradients aside, because the Trainer zeroes gradients between training step and backward."""
@@ -327,19 +355,32 @@ def _unlogged(module: pl.LightningModule) -> Iterator[None]:
             object.__delattr__(module, name)
 
 
-def _refuse(module: pl.LightningModule, precision: Precision, num_optimizers: int) -> None:
-    """Raise if Trainer or module set something that a plan decides.
+def _leave_out(callbacks: Sequence[pl.Callback], seconds: float) -> None:
+    """Move the start of training by the seconds of planning in callbacks that measure time, such as `max_time`."""
+    for each in callbacks:
+        starts = each._start_time if isinstance(each, Timer) else getattr(each, "_t0s", {})
+        if isinstance(each, (Timer, ThroughputMonitor)) and starts.get(RunningStage.TRAINING) is not None:
+            starts[RunningStage.TRAINING] += seconds
+
+
+def _precision_of(field: str, name: str) -> str:
+    """Return the precision of a plan for one of Lightning; raises `ValueGivenError` for a precision without one."""
+    if name not in _PRECISIONS:
+        raise ValueGivenError(
+            field,
+            problem=f"{field} is {name!r}, which trimtab does not support.",
+            hint="Use 'bf16-mixed', '16-mixed' or '32-true'.",
+            code="trainer.precision_unsupported",
+        )
+    return _PRECISIONS[name]
+
+
+def _refuse(module: pl.LightningModule, num_optimizers: int) -> None:
+    """Raise if the module sets something that a plan decides.
 
     Raises:
         ValueGivenError: names the setting, with a hint.
     """
-    if precision.precision not in _WHOLE:
-        raise ValueGivenError(
-            "Trainer.precision",
-            problem=f"The Trainer sets precision={precision.precision!r}, but the plan decides the precision.",
-            hint=_PRECISION,
-            code="trainer.decided_by_plan",
-        )
     if not module.automatic_optimization:
         raise ValueGivenError(
             "automatic_optimization",
@@ -364,19 +405,60 @@ def _refuse(module: pl.LightningModule, precision: Precision, num_optimizers: in
         )
 
 
-def start(fabric: Fabric, model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan, **running: Any) -> Run:
-    """Return a run on Fabric's device, in place of `fabric.setup(model, optimizer)`; loaders stay Fabric's.
+def plan(
+    fabric: Fabric, model: nn.Module, optimizer: torch.optim.Optimizer, loss_fn: Any, loader_or_batch: Any, **how: Any
+) -> Plan:
+    """Return `trimtab.plan` for a loop of Fabric, and log the result in one line.
+
+    The baseline is the loop in Fabric's precision. The model is moved to Fabric's device.
 
     Args:
         fabric: the Fabric.
         model: the model, not set up by Fabric.
         optimizer: the optimizer, not set up by Fabric.
-        plan: the plan; with several ranks, `zero_stage` decides on sharding.
+        loss_fn: the loss function.
+        loader_or_batch: this rank's loader, or a batch of it.
+        how: further arguments of `trimtab.plan`, such as `total_steps`.
+
+    Raises:
+        ValueGivenError: Fabric shards the model, or sets a precision that plans do not have.
+    """
+    reference = Reference(_precision_of_fabric(fabric))
+
+    def make(progress: Callable[[str], None]) -> Plan:
+        asked = {"reference": reference, "progress": progress} | how
+        return make_plan(model.to(fabric.device), optimizer, loss_fn, loader_or_batch, **asked)
+
+    undo = _leave_precision_to_plan(fabric, model)
+    try:
+        return announced(make, optimizer, speaks=fabric.is_global_zero)[0]
+    finally:
+        undo()
+
+
+def start(fabric: Fabric, model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan, **running: Any) -> Run:
+    """Return a run on Fabric's device, in place of `fabric.setup(model, optimizer)`; loaders stay Fabric's.
+
+    `run.plan` is the plan.
+
+    Args:
+        fabric: the Fabric.
+        model: the model, not set up by Fabric.
+        optimizer: the optimizer, not set up by Fabric.
+        plan: the plan; with several ranks, `zero_stage` decides on sharding. A plan made by hand without a precision
+            keeps Fabric's.
         running: further arguments of `trimtab.start`.
 
     Raises:
-        ValueGivenError: Fabric shards the model, or sets a precision.
+        ValueGivenError: Fabric shards the model, or sets a precision that plans do not have.
     """
+    precision = _precision_of_fabric(fabric)
+    require_shared(plan, fabric.world_size)
+    plan, undo = following(plan, precision), _leave_precision_to_plan(fabric, model)
+    return start_until_closed(undo, model.to(fabric.device), optimizer, plan, **running)
+
+
+def _precision_of_fabric(fabric: Fabric) -> str:
     if fabric.world_size > 1 and not isinstance(fabric.strategy, DDPStrategy):
         raise ValueGivenError(
             "Fabric(strategy=...)",
@@ -385,13 +467,11 @@ def start(fabric: Fabric, model: nn.Module, optimizer: torch.optim.Optimizer, pl
             hint="Use Fabric(strategy='ddp').",
             code="trainer.decided_by_plan",
         )
-    require_shared(plan, fabric.world_size)
-    precision = fabric.strategy.precision.precision
-    if precision not in _WHOLE:
-        raise ValueGivenError(
-            "Fabric(precision=...)",
-            problem=f"Fabric sets precision={precision!r}, but the plan decides the precision.",
-            hint=_PRECISION,
-            code="trainer.decided_by_plan",
-        )
-    return start_in_process_group(model.to(fabric.device), optimizer, plan, **running)
+    return _precision_of("Fabric(precision=...)", fabric.strategy.precision.precision)
+
+
+def _leave_precision_to_plan(fabric: Fabric, model: nn.Module) -> Callable[[], None]:
+    """Convert the model's outputs to fp32, and evaluate under autocast, as a model that Fabric has set up."""
+    if _precision_of_fabric(fabric) == "fp32":
+        return lambda: None
+    return follow_plan_precision(model, fabric.autocast, fabric.strategy.precision.convert_output)

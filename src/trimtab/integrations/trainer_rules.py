@@ -1,9 +1,12 @@
-"""Rules shared by all trainer integrations: settings left to the trainer, and distributed ranks."""
+"""Rules shared by all trainer integrations: the declared baseline, settings left to the trainer, and ranks."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+import contextlib
+import functools
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
+from types import MethodType
 from typing import Any
 
 import torch
@@ -15,11 +18,58 @@ from trimtab.core.objective import ASSUMED_REFERENCE, Reference
 from trimtab.core.parallelism import STAGES
 from trimtab.distributed.process_group import limited_to
 from trimtab.plans.plan import Plan, without_graphs
-from trimtab.settings import SETTINGS
+from trimtab.settings import SETTINGS, unchanged
 from trimtab.training.run import Run
 
 # Seconds: the default timeout of torch's gloo groups. A checkpoint of the trainer may delay a rank for minutes.
 LIMIT_S = 1800.0
+
+
+def following(plan: Plan | None, precision: str) -> Plan | None:
+    """Return the plan, with the trainer's precision if it was made by hand without a precision."""
+    if not isinstance(plan, Plan) or plan.check is not None or plan.baseline is not None:
+        return plan
+    if plan.precision.code != unchanged("precision").code:
+        return plan
+    kept = replace(plan.precision, value=precision, reason="unchanged: the trainer's precision")
+    return plan.having(precision=kept, reference=replace(plan.reference, precision=precision, declared=True))
+
+
+def follow_plan_precision(
+    model: nn.Module,
+    autocast: Callable[[], contextlib.AbstractContextManager[Any]],
+    convert: Callable[[Any], Any],
+    bare: Callable[[Any], Any] = lambda forward: forward,
+) -> Callable[[], None]:
+    """Let a run decide the autocast of a model's forward in training mode; return a function that undoes the change.
+
+    In evaluation mode, the forward runs under the trainer's own autocast.
+
+    Args:
+        model: the model, whose `forward` is replaced on the instance.
+        autocast: returns the trainer's autocast context.
+        convert: converts half-precision outputs to fp32, as the trainer does.
+        bare: returns a forward function without the trainer's decorators.
+    """
+    own: Any = model.forward
+    is_method = hasattr(own, "__func__")
+    written = bare(own.__func__ if is_method else own)
+    attributes = vars(model)
+    before = {"forward": attributes["forward"]} if "forward" in attributes else {}
+
+    @functools.wraps(written)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        with contextlib.nullcontext() if self.training else autocast():
+            return convert(written(self, *args, **kwargs) if is_method else written(*args, **kwargs))
+
+    # A method and not a closure over the model, so that a copy of the model calls its own forward.
+    model.forward = MethodType(forward, model)
+
+    def undo() -> None:
+        attributes.pop("forward", None)
+        attributes.update(before)
+
+    return undo
 
 
 def accumulation_arguments(planning: Mapping[str, Any], num_batches: int, window: int) -> dict[str, Any]:
@@ -41,9 +91,10 @@ def accumulation_arguments(planning: Mapping[str, Any], num_batches: int, window
 
 
 def checked_plan(plan: Plan | None, host: str) -> Plan | None:
-    """Return the plan without settings that a trainer makes unsafe.
+    """Return the plan without settings that a trainer makes unsafe, and without the clipping of its reference.
 
-    CUDA graphs are removed, since trainers call the model in ways and with values that planning did not see.
+    CUDA graphs are removed, since trainers call the model in ways and with values that planning did not see. The
+    trainer clips gradients itself.
 
     Raises:
         ValueGivenError: not a plan, or the plan sets something that the trainer decides.
@@ -52,6 +103,8 @@ def checked_plan(plan: Plan | None, host: str) -> Plan | None:
         return None
     if not isinstance(plan, Plan):
         raise ValueGivenError("plan", got=f"a {type(plan).__name__}", expected="a trimtab.Plan", code="plan.invalid")
+    if plan.clip_norm.value is not None and plan.clip_norm.value == plan.reference.clip_norm:
+        plan = plan.having(clip_norm=unchanged("clip_norm"))
     for name, value in plan.values.items():
         if SETTINGS[name].trainer_decides and value != SETTINGS[name].default:
             raise ValueGivenError(
@@ -63,8 +116,8 @@ def checked_plan(plan: Plan | None, host: str) -> Plan | None:
     return without_graphs(plan, "the trainer may call the model in another way than the planned loop")
 
 
-def refuse_both(plan: Plan | None, planning: Mapping[str, Any] | None) -> None:
-    """Raise `ValueGivenError` if both a plan and arguments for planning are given."""
+def refuse_arguments(plan: Plan | None, planning: Mapping[str, Any] | None, running: Mapping[str, Any] | None) -> None:
+    """Raise `ValueGivenError` for planning arguments without effect, and options of the run that the trainer has."""
     if plan is not None and planning:
         raise ValueGivenError(
             "planning",
@@ -72,10 +125,6 @@ def refuse_both(plan: Plan | None, planning: Mapping[str, Any] | None) -> None:
             hint="Remove one of them.",
             code="argument.conflict",
         )
-
-
-def refuse_running(running: Mapping[str, Any] | None) -> None:
-    """Raise `ValueGivenError` for options of the run that the trainer provides or that require `run.windows`."""
     for name in ("clip_norm", "stop", "checkpoints", "total_samples", "total_tokens"):
         if (running or {}).get(name) is not None:
             raise ValueGivenError(
@@ -122,3 +171,16 @@ def start_in_process_group(
     """
     with limited_to(limit_s):
         return start(model, optimizer, plan, **running)
+
+
+def start_until_closed(
+    undo: Callable[[], None], model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan, **running: Any
+) -> Run:
+    """Return a run in the trainer's process group, and call `undo` when the run closes or cannot start."""
+    try:
+        run = start_in_process_group(model, optimizer, plan, **running)
+    except BaseException:
+        undo()
+        raise
+    run.on_close(undo)
+    return run

@@ -3,13 +3,14 @@
 The Trainer keeps data, callbacks, logging, clipping, schedule, evaluation and checkpoints. Three of its methods are
 used. `training_step` collects the batches of a window and runs the window at its last batch. The Trainer's optimizer
 wrapper calls the run's step. The end of the inner training loop closes the run. With several ranks, process group and
-sharding of data are the Trainer's, and the run wraps the model in DDP as the plan specifies.
+sharding of data are the Trainer's, and the run wraps the model in DDP as the plan specifies. The Trainer's precision,
+clipping and activation checkpointing are the baseline of the plan; the run opens the autocast of the training forward.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,7 +21,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from trimtab.api import plan as make_plan
 from trimtab.core.errors import ValueGivenError
-from trimtab.integrations.accelerate import refuse_compiling, refuse_sharded
+from trimtab.core.objective import Reference
+from trimtab.integrations.accelerate import leave_precision_to_plan, precision_of, refuse_compiling, refuse_sharded
 from trimtab.integrations.ignored_labels import (
     IGNORED,
     WindowLabels,
@@ -31,11 +33,11 @@ from trimtab.integrations.ignored_labels import (
     smooths_by_itself,
 )
 from trimtab.integrations.join_batches import WindowBatches
+from trimtab.integrations.planning_messages import announced
 from trimtab.integrations.trainer_rules import (
-    accumulation_arguments,
     checked_plan,
-    refuse_both,
-    refuse_running,
+    following,
+    refuse_arguments,
     require_shared,
     start_in_process_group,
 )
@@ -44,16 +46,9 @@ from trimtab.plans.plan import Plan
 from trimtab.training.run import Run
 
 # Fields of TrainingArguments that a plan decides or a run replaces, with hints.
-_PRECISION = "The plan decides the precision; to fix a precision, use plan=Plan.fixed(rows, precision=...)."
-_RECOMPUTES = "The plan uses activation checkpointing if a memory limit requires it."
 _SHARDS = "The plan chooses a ZeRO stage (docs/ranks.md)."
 _REDUCES = "The plan decides how ranks reduce gradients, once per optimizer step."
 _DECIDED = {
-    "fp16": _PRECISION,
-    "bf16": _PRECISION,
-    "tf32": _PRECISION,
-    "activation_checkpointing": _RECOMPUTES,
-    "gradient_checkpointing": _RECOMPUTES,
     "auto_find_batch_size": "A step that runs out of memory is repeated with smaller micro-batches.",
     "torch_compile": "The plan compiles if this saves time within the run.",
     "deepspeed": _SHARDS,
@@ -75,8 +70,9 @@ class TrimtabTrainer(Trainer):
     """A `transformers.Trainer` that trains through a trimtab run, with micro-batches by the plan and weights by tokens.
 
     A step has `per_device_train_batch_size * gradient_accumulation_steps` samples as before; the plan decides how to
-    split the samples. Learning rate, schedule and clipping follow the TrainingArguments. Other arguments are as in
-    `Trainer`.
+    split the samples. Learning rate, schedule and clipping follow the TrainingArguments. Their precision, clipping and
+    activation checkpointing are the baseline of the plan. After planning, one line is logged; the metric
+    `planning_seconds` is separate from `train_runtime`. Other arguments are as in `Trainer`.
 
     Args:
         plan: the plan; None makes a plan from the batches of the first window before training on them.
@@ -84,8 +80,8 @@ class TrimtabTrainer(Trainer):
         running: further arguments of `trimtab.start`, such as `record`.
 
     Attributes:
-        trimtab_plan: the plan in effect; None before planning.
-        trimtab_run: the run during training, else None.
+        plan: the plan in effect; None before planning.
+        run: the run during training, else None.
 
     Raises:
         ValueGivenError: an argument sets something that a plan decides.
@@ -105,15 +101,7 @@ class TrimtabTrainer(Trainer):
         self._num_ranks = self.accelerator.num_processes
         refuse_sharded(self.accelerator)
         refuse_conflicts(self.args, self._num_ranks)
-        # An environment variable may request compilation without any argument; the same holds for the precision below.
-        refuse_compiling(self.accelerator)
-        if self.accelerator.mixed_precision != "no":
-            raise ValueGivenError(
-                "mixed_precision",
-                problem=f"Accelerate's mixed_precision is {self.accelerator.mixed_precision!r}, but must be 'no'.",
-                hint=f"Unset ACCELERATE_MIXED_PRECISION. {_PRECISION}",
-                code="trainer.decided_by_plan",
-            )
+        refuse_compiling(self.accelerator)  # An environment variable may request it without any argument.
         if getattr(self, "loss_is_scaled_for_ga", None) is False:  # Some versions lack this attribute.
             raise ValueGivenError(
                 "loss_is_scaled_for_ga",
@@ -122,10 +110,12 @@ class TrimtabTrainer(Trainer):
                 hint="Divide the loss by num_items_in_batch in compute_loss.",
                 code="loss.not_scaled",
             )
-        refuse_both(plan, planning)
-        refuse_running(running)
-        self.trimtab_plan = self._checked(plan)
-        self.trimtab_run: Run | None = None
+        refuse_arguments(plan, planning, running)
+        self._precision = self._own_precision()
+        self.plan = self._checked(following(plan, self._precision))
+        self.run: Run | None = None
+        self._undo = contextlib.ExitStack()  # Changes that the end of training undoes.
+        self._planning_s: float | None = None
         self._planning, self._running = dict(planning or {}), dict(running or {})
         self._collected: list[Any] = []
         self._labels = WindowLabels(())
@@ -143,7 +133,7 @@ class TrimtabTrainer(Trainer):
         model.train()
         if callable(getattr(self.optimizer, "train", None)):
             self.optimizer.train()
-        run = self.trimtab_run or self._started(batches)
+        run = self.run or self._started(batches)
         batches = self._window.joined(batches, run.plan)
         self._labels = WindowLabels(batches, is_known=self._counts_labels)
         loss = run.accumulate(run.window(*batches), self._counted_loss)
@@ -204,30 +194,67 @@ class TrimtabTrainer(Trainer):
 
     def _started(self, batches: Sequence[Any]) -> Run:
         labels, running = labels_of(batches), self._running
+        self._leave_precision()
         is_told = self._count(batches[0]) is not None
         # The loss is then a mean over an unknown number of labels in each micro-batch.
         is_mean = not is_told and has_ignored(labels)
         are_apart = is_mean or (not is_told and any(each.dim() > 1 for each in labels))
         self._window = WindowBatches(self.model, self._planning, are_apart=are_apart)
-        self.trimtab_plan = plan = self.trimtab_plan or self._planned(batches)
+        self.plan = plan = self.plan or self._planned(batches)
         self._refuse_means(plan, labels, is_mean=is_mean)
         if is_mean:
             running = {"out_of_memory": "stop"} | running
         limit_s = float(self.args.ddp_timeout)
-        self.trimtab_run = run = start_in_process_group(self.model, self.optimizer.optimizer, plan, limit_s, **running)
+        self.run = run = start_in_process_group(self.model, self.optimizer.optimizer, plan, limit_s, **running)
         self._use(StepsRun(run, self.optimizer))
         return run
 
     def _planned(self, batches: Sequence[Any]) -> Plan:
-        how = {"total_steps": self.state.max_steps} | self._planning
+        clip_norm = self.args.max_grad_norm or None
+        known = {
+            "total_steps": max(1, self.state.max_steps - self.state.global_step),
+            "reference": Reference(self._precision, None if clip_norm is None else float(clip_norm)),
+        }
 
-        def make(example: Any, num_batches: int) -> Plan:
-            # Planning may try other numbers of samples, and trace shapes only.
-            self._labels = WindowLabels([example], is_known=False)
-            asked = accumulation_arguments(how, num_batches, len(batches))
-            return make_plan(self.model, self.optimizer.optimizer, self._counted_loss, example, **asked)
+        def planned(progress: Callable[[str], None]) -> Plan:
+            def make(example: Any, **how: Any) -> Plan:
+                # Planning may try other numbers of samples, and trace shapes only.
+                self._labels = WindowLabels([example], is_known=False)
+                return make_plan(self.model, self.optimizer.optimizer, self._counted_loss, example, **how)
 
-        return self._checked(self._window.planned(batches, make, is_alone=self._num_ranks == 1))
+            how = known | {"progress": progress}
+            return self._checked(self._window.planned(batches, make, how, is_alone=self._num_ranks == 1))
+
+        speaks = self.is_world_process_zero()
+        plan, self._planning_s = announced(planned, self.optimizer.optimizer, speaks=speaks)
+        return plan
+
+    def _own_precision(self) -> str:
+        precision = precision_of(self.accelerator)
+        is_tf32 = precision == "fp32" and self.args.tf32 and self.args.device.type == "cuda"
+        return "tf32" if is_tf32 else precision
+
+    def _leave_precision(self) -> None:
+        """Let the run open autocast and scale losses, in place of the Trainer."""
+        accelerator = self.accelerator
+        self._undo.callback(leave_precision_to_plan(accelerator, self.model))
+        if self._precision == "fp16":  # The Accelerator would unscale gradients again before clipping.
+            before = {name: vars(accelerator)[name] for name in ("native_amp", "scaler")}
+            self._undo.callback(vars(accelerator).update, before)
+            accelerator.native_amp, accelerator.scaler = False, None
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Log as in `Trainer`, with planning left out of speeds and run time, and reported as `planning_seconds`."""
+        planning_s = self._planning_s
+        if planning_s is not None and start_time is not None:
+            start_time += planning_s
+        if planning_s is not None and "train_runtime" in logs and logs["train_runtime"] > planning_s:
+            before, runtime = logs["train_runtime"], logs["train_runtime"] - planning_s
+            for name in ("train_samples_per_second", "train_steps_per_second", "train_tokens_per_second"):
+                if name in logs:
+                    logs[name] = round(logs[name] * before / runtime, 3)
+            logs.update(train_runtime=round(runtime, 4), planning_seconds=round(planning_s, 4))
+        super().log(logs, start_time)
 
     def _refuse_means(self, plan: Plan, labels: Sequence[Tensor], *, is_mean: bool) -> None:
         """Raise `ValueGivenError` if the plan splits batches with a mean loss over something that is not counted."""
@@ -266,6 +293,7 @@ class TrimtabTrainer(Trainer):
         self.optimizer = self.callback_handler.optimizer = optimizer
 
     def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
+        self._planning_s = None
         try:
             with _left_bare(self.model, self._num_ranks):
                 found = super()._inner_training_loop(*args, **kwargs)
@@ -277,10 +305,11 @@ class TrimtabTrainer(Trainer):
 
     def _end(self, error: BaseException | None) -> None:
         self._collected = []
-        if self.trimtab_run is not None:
-            run, self.trimtab_run = self.trimtab_run, None
-            self._use(self.optimizer.wrapped)
-            run.close(error)
+        with self._undo:
+            if self.run is not None:
+                run, self.run = self.run, None
+                self._use(self.optimizer.wrapped)
+                run.close(error)
 
 
 class StepsRun(AcceleratedOptimizer):
@@ -345,7 +374,7 @@ def refuse_conflicts(args: TrainingArguments, num_processes: int = 1) -> None:
     """
     for name, hint in _DECIDED.items():
         value = getattr(args, name, None)
-        if value or (name == "tf32" and value is not None):
+        if value:
             raise ValueGivenError(
                 f"args.{name}",
                 problem=f"TrainingArguments sets {name}={value!r:.80}, which TrimtabTrainer does not support.",

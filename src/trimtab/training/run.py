@@ -597,6 +597,10 @@ class Run:
                 last.callback(self._keeper.close, error)
             self._undo.__exit__(type(error) if error else None, error, None)
 
+    def on_close(self, act: Callable[[], None]) -> None:
+        """Call `act` when the run closes."""
+        self._undo.callback(act)
+
     def _end_record(self, error: BaseException | None) -> None:
         if self._control is not None and (overhead := self._control.close()) is not None:
             self.note("account", overhead)
