@@ -31,10 +31,10 @@ def calibrate(device: torch.device) -> LinkCalibration:
             break
     ranks = dist.get_world_size()
     name = backends()[device.type]
-    found = fit(points, ranks, f"{name} of {ranks} ranks", scatters=name != "gloo")
+    link, miss = fit(points, ranks, f"{name} of {ranks} ranks", scatters=name != "gloo")
     whole = torch.zeros(_CAST_BYTES // 4, device=device)
     cast_s = max_over_ranks(_seconds(lambda: whole.copy_(whole.bfloat16()), device)) / _CAST_BYTES
-    return LinkCalibration(found.link, found.miss, _overlap(device, int(points[-1][0])), cast_s, _hook_seconds(device))
+    return LinkCalibration(link, miss, _overlap(device, int(points[-1][0])), cast_s, _hook_seconds(device))
 
 
 def _seconds(run: Callable[[], object], device: torch.device) -> float:
