@@ -21,17 +21,15 @@ from trimtab.planner.statistics import (
 from trimtab.plans.plan import Plan
 from trimtab.settings.sharding import KEPT
 
-# Result of a dry run: a few windows of a plan on all ranks, before training.
-
 
 @dataclass(frozen=True)
 class DryRunResult:
-    """Dry run of a plan; identical on every rank.
+    """Dry run of a plan: a few steps on all ranks before training; identical on every rank.
 
     Args:
         plan: the plan, with the gradient communication that the dry run selected.
-        block_s: seconds per window on the slowest rank, for each block of windows; () if it did not run.
-        peaks: peak bytes of each measured window, on the rank with the largest peak; () if not measured.
+        block_s: seconds per step on the slowest rank, by block of steps; () if it did not run.
+        peaks: peak bytes of each measured step, on the rank with the largest peak; () if not measured.
         slower: ratio of measured to predicted seconds of the plan as first proposed; None if unknown.
         refusal: reason for not running, or "".
         code: stable identifier of the refusal, "dry_run.out_of_memory" or "dry_run.failed"; "" if the plan ran.
@@ -47,16 +45,12 @@ class DryRunResult:
 
     @property
     def window_s(self) -> float:
-        """Median seconds per window."""
+        """Median seconds per step."""
         return statistics.median(self.block_s)
 
     @property
     def peak_bytes(self) -> int | None:
-        """Median peak of the measured windows; None if not measured.
-
-        Over gloo a window's peak depends on when its threads release send buffers, so the maximum of a few windows is
-        not reproducible.
-        """
+        """Median peak of the measured steps; None if not measured. The maximum is not reproducible over gloo."""
         return statistics.median_high(self.peaks) if self.peaks else None
 
 
@@ -160,12 +154,14 @@ def plan_for_gradients(changed: Plan, usual: Plan, block_s: Sequence[Sequence[fl
     if why is None:
         return _with_finding(changed, Note("dry_run.faster", measured))
     kept = _with_finding(usual, Note(why.code, f"{_sent(changed)} was rejected, {why.text}: {measured}"))
-    rejected = {
-        name: replace(getattr(kept, name), rejected=(_loser(changed, usual, name, theirs, ours),))
-        for name in _SENDING
-        if getattr(changed, name).value != getattr(usual, name).value
-    }
-    return replace(kept, **rejected)
+    one, other = (format_seconds(statistics.median_high(each)) for each in (theirs, ours))
+    rejected = dict[str, Choice]()
+    for name in _SENDING:
+        value, default = getattr(changed, name).value, getattr(usual, name).value
+        if value != default:
+            text = f"{one} per step in the dry run, and {other} with {default}"
+            rejected[name] = replace(getattr(kept, name), rejected=(Rejected(value, text, "dry_run.no_gain"),))
+    return replace(kept, **rejected)  # type: ignore[arg-type]
 
 
 def _not_worth_it(effect: Interval, control: Interval) -> Note | None:
@@ -175,13 +171,6 @@ def _not_worth_it(effect: Interval, control: Interval) -> Note | None:
     if effect.mean < 1 / (1 - WORTH):
         return Note("dry_run.small_gain", f"because the gain is below {1 / (1 - WORTH):.2f}x")
     return None if is_gain(effect, control) else Note("dry_run.not_significant", "because the gain is not significant")
-
-
-def _loser(changed: Plan, usual: Plan, name: str, theirs: Sequence[float], ours: Sequence[float]) -> Rejected:
-    value = getattr(changed, name).value
-    one, other = format_seconds(sorted(theirs)[len(theirs) // 2]), format_seconds(sorted(ours)[len(ours) // 2])
-    text = f"{one} per step in the dry run, and {other} with {getattr(usual, name).value}"
-    return Rejected(value, text, "dry_run.no_gain")
 
 
 def saying_unrehearsed(plan: Plan, why: str) -> Plan:
@@ -202,9 +191,7 @@ def _with_finding(plan: Plan, found: Note) -> Plan:
 
 def _sent(plan: Plan) -> str:
     size = plan.bucket_bytes.value
-    return (
-        f"{plan.reduce_dtype.value} in {'buckets of the default size' if size is None else f'buckets of {size} bytes'}"
-    )
+    return f"{plan.reduce_dtype.value} in buckets of {'the default size' if size is None else f'{size} bytes'}"
 
 
 def saying_missed(plan: Plan, ran: DryRunResult) -> str:
@@ -214,12 +201,8 @@ def saying_missed(plan: Plan, ran: DryRunResult) -> str:
         return "nothing was predicted"
     found = [f"predicted {format_seconds(told.step_s)} ({_off(told.step_s, ran.window_s)})"]
     if told.peak_bytes is not None and ran.peak_bytes is not None:
-        compared = _off(told.peak_bytes, ran.peak_bytes)
-        if len(ran.peaks) > 1:
-            compared += (
-                f" for the median of {len(ran.peaks)} steps, {_off(told.peak_bytes, max(ran.peaks))} for the largest"
-            )
-        found.append(f"{format_bytes(told.peak_bytes)} ({compared})")
+        off = _off(told.peak_bytes, ran.peak_bytes)
+        found.append(f"{format_bytes(told.peak_bytes)} ({off} for the median of {len(ran.peaks)} steps)")
     return " and ".join(found)
 
 

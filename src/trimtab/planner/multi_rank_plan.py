@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 from trimtab.core.choice import Choice, Note, Rejected, Scalar
 from trimtab.core.hardware import LinkCalibration
@@ -22,9 +22,8 @@ WORTH = 0.05
 _MARKS = Plan.effects()
 
 
-@dataclass(frozen=True)
-class GradientCommunication:
-    """A way to send gradients and its predicted cost."""
+class GradientCommunication(NamedTuple):
+    """A way to send gradients, and its predicted cost."""
 
     reduce_dtype: str
     bucket_bytes: int | None
@@ -53,9 +52,9 @@ def for_replicas(plan: Plan, num_ranks: int, why: str = "") -> Plan:
 
 def for_one_process(plan: Plan) -> Plan:
     """Return a multi-rank plan as a single-process plan, the inverse of `for_replicas`."""
-    kept: dict[str, Any] = {"zero_stage": None, **KEPT}
-    kept = {
-        name: Choice(value, "a single process", _MARKS[name], code="ranks.one_process") for name, value in kept.items()
+    kept: dict[str, Any] = {
+        name: Choice(value, "a single process", _MARKS[name], code="ranks.one_process")
+        for name, value in {"zero_stage": None, **KEPT}.items()
     }
     return replace(plan, num_ranks=1, **kept)
 
@@ -66,9 +65,18 @@ def with_fastest_communication(plan: Plan, calibration: LinkCalibration, shape: 
     usual = ways["fp32", None]
     best = min(ways.values(), key=lambda way: (way.total_s, way.reduce_dtype != "fp32", way.bucket_bytes or 0))
     chosen = best if best.total_s < (1 - WORTH) * usual.total_s else usual
-    won = _won(chosen, usual)
-    traffic = replace(won, text=f"{_traffic(plan, calibration, shape, usual)}; {won.text}")
-    plan = plan.having(reduce_dtype=_choice("reduce_dtype", chosen, ways, traffic))
+    before, after = format_seconds(usual.total_s), format_seconds(chosen.total_s)
+    won = Note("predicted.best", f"a step is predicted to take {after} instead of {before}")
+    if chosen is usual:
+        text = f"no other dtype or bucket size is predicted to make a step {100 * WORTH:.0f}% shorter"
+        won = Note("predicted.no_gain", text)
+    link, size = calibration.link, format_bytes(sum(shape.block_bytes))
+    gathered = " and gathered parameters" if int(plan.zero_stage.value or 0) >= 2 else ""
+    traffic = (
+        f"sending {size} of gradients{gathered} over {link.name} ({format_seconds(link.latency_s)} per hop, "
+        f"{format_bytes(int(link.bytes_per_s))}/s) takes {format_seconds(usual.cost.communication_s)}; {won.text}"
+    )
+    plan = plan.having(reduce_dtype=_choice("reduce_dtype", chosen, ways, replace(won, text=traffic)))
     if int(plan.zero_stage.value or 0) >= 2:
         return plan
     return plan.having(bucket_bytes=_choice("bucket_bytes", chosen, ways, won))
@@ -79,22 +87,18 @@ def ways_to_send(
 ) -> Mapping[tuple[str, int | None], GradientCommunication]:
     """Return the cost of all ways to send gradients, by (reduce_dtype, bucket_bytes)."""
     stage, k, is_torch = int(plan.zero_stage.value or 0), plan.num_micro_batches, plan.engine.value == "torch"
-    reduces_once = bool(plan.reduces_once.value)
+    reduces_once, size = bool(plan.reduces_once.value), sum(shape.block_bytes)
     dtypes = ("fp32", "bf16") if is_torch else ("fp32",)
     found = {}
     for dtype, bucket in itertools.product(dtypes, BUCKETS if is_torch and stage < 2 else (None,)):
         how = Parallelism(plan.num_ranks, stage, dtype, bucket, overlaps=is_torch, reduces_once=reduces_once)
         cost = window_s(how, calibration.link, shape, k, overlap_share=calibration.overlap_share)
+        # Casting all gradients to bf16 and back; replicas use a hook per bucket.
+        hooks = len(bucket_sizes(size, bucket)) if stage < 2 else 0
+        cast_s = calibration.cast_s_per_byte * size + calibration.hook_s * hooks
         casts = (1 if reduces_once else k) if dtype == "bf16" else 0
-        found[dtype, bucket] = GradientCommunication(dtype, bucket, cost, casts * _cast_s(how, calibration, shape))
+        found[dtype, bucket] = GradientCommunication(dtype, bucket, cost, casts * cast_s)
     return found
-
-
-def _cast_s(how: Parallelism, calibration: LinkCalibration, shape: StepShape) -> float:
-    """Return the seconds of casting all gradients to bf16 and back; replicas use a hook per bucket."""
-    size = sum(shape.block_bytes)
-    hooks = len(bucket_sizes(size, how.bucket_bytes)) if how.zero_stage < 2 else 0
-    return calibration.cast_s_per_byte * size + calibration.hook_s * hooks
 
 
 def _choice(
@@ -112,20 +116,3 @@ def _choice(
     )
     changed = value != ("fp32" if name == "reduce_dtype" else None)
     return Choice(value, why.text, _MARKS[name], changed, rejected, why.code)
-
-
-def _traffic(plan: Plan, calibration: LinkCalibration, shape: StepShape, usual: GradientCommunication) -> str:
-    link, size = calibration.link, format_bytes(sum(shape.block_bytes))
-    gathered = " and gathered parameters" if int(plan.zero_stage.value or 0) >= 2 else ""
-    return (
-        f"sending {size} of gradients{gathered} over {link.name} ({format_seconds(link.latency_s)} per hop, "
-        f"{format_bytes(int(link.bytes_per_s))}/s) takes {format_seconds(usual.cost.communication_s)}"
-    )
-
-
-def _won(chosen: GradientCommunication, usual: GradientCommunication) -> Note:
-    if chosen is usual:
-        text = f"no other dtype or bucket size is predicted to make a step {100 * WORTH:.0f}% shorter"
-        return Note("predicted.no_gain", text)
-    before, after = format_seconds(usual.total_s), format_seconds(chosen.total_s)
-    return Note("predicted.best", f"a step is predicted to take {after} instead of {before}")

@@ -11,8 +11,6 @@ from trimtab.planner.search_space import is_in_conflict
 from trimtab.plans.profile import SAME_BYTES, Candidate, Profile, RecomputableBlocks, TracedCandidate, Trial
 from trimtab.settings import OWN_PHASE
 
-# Peak memory of a rank, by ZeRO stage.
-
 # ZeRO stage, and True if gradients are reduced once per window, as stages 0 and 1 always do.
 Way = tuple[int, bool]
 WAYS: tuple[Way, ...] = ((0, True), (1, True), (2, True), (2, False), (3, True), (3, False))
@@ -37,10 +35,7 @@ _BUT = (*SAME_BYTES, "recompute", *OWN_PHASE)
 
 
 def steps_shards_fused(optimizer: str) -> bool:
-    """Return True if torch's FSDP2 has a fused optimizer step for shards.
-
-    SGD has none (torch 2.13: no sharding strategy).
-    """
+    """Return True if torch's FSDP2 has a fused optimizer step for shards; SGD has none (torch 2.13)."""
     return optimizer != "SGD"
 
 
@@ -52,7 +47,8 @@ def profile_for_stage(profile: Profile, engine: str, stage: int) -> Profile:
     """
     fuses = steps_shards_fused(profile.loop.optimizer) or profile.loop.is_fused
     if stage >= 2 and not fuses and not profile.trials:
-        profile = replace(profile, traces=tuple(map(_unfused, profile.traces)))
+        plain = (replace(each, candidate=each.candidate.having(fused_optimizer=False)) for each in profile.traces)
+        profile = replace(profile, traces=tuple(plain))
 
     def goes(candidate: Candidate) -> bool:
         has_layout = candidate.memory_layout != "keep" and (stage >= 2 or engine == "deepspeed")
@@ -72,10 +68,6 @@ def profile_for_stage(profile: Profile, engine: str, stage: int) -> Profile:
 def of_any_rank(profile: Profile) -> Profile:
     """Return a profile without CUDA graph trials, which are single-process."""
     return replace(profile, trials=tuple(t for t in profile.trials if not is_recorded(t.candidate.compiled)))
-
-
-def _unfused(traced: TracedCandidate) -> TracedCandidate:
-    return replace(traced, candidate=traced.candidate.having(fused_optimizer=False))
 
 
 def at_stage(profile: Profile, traces: Sequence[RankPeakMemory]) -> Profile:
@@ -100,8 +92,8 @@ def at_stage(profile: Profile, traces: Sequence[RankPeakMemory]) -> Profile:
 
     def moved(trial: Trial) -> Trial:
         more = difference(trial.candidate)
-        known = trial.peak_bytes is not None and more is not None
-        return replace(trial, peak_bytes=(trial.peak_bytes or 0) + (more or 0) if known else None)
+        is_unknown = trial.peak_bytes is None or more is None
+        return replace(trial, peak_bytes=None if is_unknown else (trial.peak_bytes or 0) + (more or 0))
 
     def shared(traced: TracedCandidate) -> TracedCandidate | None:
         pair = of(traced.candidate)
