@@ -165,7 +165,6 @@ def step_seconds(
             return cost.step_s, f"{how} by the plan, without evaluations"
     raise ValueGivenError(
         "--when-clean",
-        got="no step time",
         problem="--when-clean needs the duration of the run, and the plan has no step time.",
         hint="Pass the duration with --takes, such as --takes 5h, or a measured plan.",
         code="carbon.duration_unknown",
@@ -177,7 +176,8 @@ def power_of(
 ) -> MachinePower:
     """Return the power for emissions: as given, else from a plan's cost and meter, else 1 kW.
 
-    Raises `ValueGivenError` if `idle_watts` is given, but the power while training is unknown.
+    Raises:
+        ValueGivenError: `idle_watts` is given, but the power while training is unknown.
     """
     known_idle = None
     if watts is not None:
@@ -191,7 +191,6 @@ def power_of(
     else:
         raise ValueGivenError(
             "--idle-watts",
-            got=f"{idle_watts:g}",
             problem=f"--idle-watts {idle_watts:g} needs the power while training, which is unknown.",
             hint="Pass --energy-watts too, or a plan with measured energy.",
             code="carbon.power_unknown",

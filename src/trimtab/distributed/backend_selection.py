@@ -52,8 +52,6 @@ def backend_of(model: nn.Module, plan: Plan, options: Mapping[str, Any]) -> Back
     if ranks != plan.num_ranks:
         raise ValueGivenError(
             "plan.num_ranks",
-            got=f"{plan.num_ranks}",
-            expected=f"{ranks}",
             problem=f"The plan is for {plan.num_ranks} ranks, but the job has "
             f"{'one process' if ranks == 1 else f'{ranks} processes'}.",
             hint="Start that number of ranks with torchrun and train inside `with trimtab.process_group():`, or make a "
@@ -66,7 +64,6 @@ def backend_of(model: nn.Module, plan: Plan, options: Mapping[str, Any]) -> Back
     if not is_to_share(model):
         raise ValueGivenError(
             "plan.zero_stage",
-            got=f"{stage}",
             problem=f"The plan distributes the model (zero_stage={stage}), but it is already wrapped in DDP or FSDP.",
             hint="Pass the model without its wrapper, or use a plan with zero_stage=None to keep the wrapper.",
             code="plan.model_wrapped",
@@ -74,8 +71,6 @@ def backend_of(model: nn.Module, plan: Plan, options: Mapping[str, Any]) -> Back
     if plan.engine.value == "deepspeed" and options.get("nonfinite") in ("skip", "stop"):
         raise ValueGivenError(
             "nonfinite",
-            got=str(options["nonfinite"]),
-            expected="warn, error or continue",
             problem=f'nonfinite="{options["nonfinite"]}" is not available with DeepSpeed, which skips non-finite steps '
             "itself.",
             hint='Use nonfinite="warn", "error" or "continue", or a plan with the torch engine.',
@@ -95,7 +90,6 @@ def _require_no_flat_shards(model: nn.Module) -> None:
     if has_peers() and is_flat_sharded(model):
         raise ValueGivenError(
             "model",
-            got="FullyShardedDataParallel (FSDP1)",
             problem="The model uses FullyShardedDataParallel (FSDP1), which trimtab does not support on several ranks.",
             hint="Call torch.distributed.fsdp.fully_shard(model) (FSDP2) instead, before building the optimizer. "
             "DistributedDataParallel, and the unwrapped model with a plan that has a zero_stage, work too.",
@@ -110,8 +104,6 @@ def _require_no_layout(model: nn.Module, plan: Plan) -> None:
     if plan.memory_layout.value != "keep":
         raise ValueGivenError(
             "plan.memory_layout",
-            got=str(plan.memory_layout.value),
-            expected="keep",
             problem=f'{backend} shards contiguous parameters only, but the plan has memory_layout="'
             f'{plan.memory_layout.value}".',
             hint='Use memory_layout="keep", or the torch engine with zero_stage 0 or 1.',
@@ -122,9 +114,7 @@ def _require_no_layout(model: nn.Module, plan: Plan) -> None:
             raise ValueGivenError(
                 "model",
                 got=f"{name} with strides {tuple(parameter.stride())}",
-                expected="contiguous parameters",
-                problem=f"{backend} shards contiguous parameters only, but {name} has strides "
-                f"{tuple(parameter.stride())}.",
+                expected=f"contiguous parameters, as {backend} requires",
                 hint="Set parameter.data = parameter.data.contiguous() before building the optimizer, or use the torch "
                 "engine with zero_stage 0 or 1.",
                 code="model.not_contiguous",
@@ -158,7 +148,6 @@ def require_plannable(model: nn.Module) -> None:
     if any(isinstance(module, nn.SyncBatchNorm) for module in model.modules()):
         raise ValueGivenError(
             "model",
-            got="SyncBatchNorm",
             problem="The model has SyncBatchNorm layers, which communicate in the forward, but planning runs the model "
             "on one rank alone.",
             hint="Plan with BatchNorm, and call SyncBatchNorm.convert_sync_batchnorm before trimtab.start.",
@@ -173,4 +162,4 @@ def require_one_plan(plan: Plan, options: Mapping[str, Any], exchange: MetadataE
     values |= options
     expected = "the same plan and options on all ranks"
     hint = "Make the plan on one rank, load its JSON on all ranks, and pass the same options to trimtab.start."
-    require_alike("plan", values, exchange, what="plans or options", expected=expected, hint=hint)
+    require_alike("plan", values, exchange, expected=expected, hint=hint)

@@ -121,14 +121,12 @@ def config_of(plan: Plan, num_elements: int) -> dict[str, Any]:
         if getattr(plan, name).value == bad:
             raise ValueGivenError(
                 f"plan.{name}",
-                got=repr(bad),
                 problem=f"engine='deepspeed' does not support {name}={bad!r}.",
                 hint=f"Choose another {name}, or engine='torch'.",
             )
     if plan.batch_rule is not None:
         raise ValueGivenError(
             "plan.batch_rule",
-            got=repr(plan.batch_rule.policy),
             problem="engine='deepspeed' does not support an adaptive batch size: DeepSpeed does not expose the "
             "gradients that the noise scale is computed from.",
             hint="Plan without adapt='batch', or choose engine='torch'.",

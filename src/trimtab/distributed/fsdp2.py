@@ -133,7 +133,6 @@ def send_in_bf16(model: nn.Module) -> None:
             if not hasattr(module, "set_custom_reduce_scatter"):
                 raise DependencyError(
                     "torch",
-                    got=torch.__version__,
                     problem=f"FSDP2 of torch {torch.__version__} cannot reduce gradients in bf16: it has no "
                     "FSDPModule.set_custom_reduce_scatter.",
                     hint='Install a newer torch, or use a plan with reduce_dtype="fp32".',
@@ -213,8 +212,7 @@ def require_step_of_shards(optimizer: torch.optim.Optimizer, *, fused: bool = Fa
         raise OptimizerError(
             "optimizer",
             got=f"{name}(fused=True)",
-            expected=f"{name}(fused=False)",
-            problem=f"torch has no fused step of {name} for parameters that are sharded by ZeRO stage 2 or 3.",
+            expected=f"{name}(fused=False) at ZeRO stages 2 and 3, because torch has no fused step for shards",
             hint="Build the optimizer with fused=False and use a plan with fused_optimizer=False, or use ZeRO stage 0 "
             "or 1.",
             code="optimizer.fused_with_shards",

@@ -288,8 +288,6 @@ class ShardStorages(StorageTracker):
 def _unknown_torch() -> DependencyError:
     return DependencyError(
         "torch",
-        got=torch.__version__,
-        expected="2.13",
         problem=f"The memory of FSDP2 cannot be traced with torch {torch.__version__}.",
         hint="Install torch 2.13.",
         code="dependency.torch_version",
@@ -355,7 +353,6 @@ def _forget() -> None:
 def _unknown_process_groups(reason: str = "its process groups are stored in unknown attributes") -> DependencyError:
     return DependencyError(
         "torch",
-        got=torch.__version__,
         problem=f"trimtab cannot trace the memory of several ranks with torch {torch.__version__} ({reason}).",
         hint="Install torch 2.13.",
         code="torch.version_unsupported",

@@ -146,7 +146,6 @@ def shard(
     if any(isinstance(each, DistributedSampler) for each in samplers):
         raise ValueGivenError(
             "loader",
-            got="a loader with a DistributedSampler",
             problem="The loader has a DistributedSampler, so its batches are already divided between the ranks.",
             hint="Use shuffle=True with the same seeded generator on all ranks instead of the sampler, or leave out "
             "trimtab.shard.",
@@ -184,8 +183,6 @@ def _require_one_order(batch: Sequence[int], facts: Mapping[str, Any]) -> None:
         if len(set(texts)) > 1:
             raise BatchError(
                 "loader",
-                got=f"differences in {name}; {differing_texts(name, texts)}",
-                expected="the same dataset in the same order on all ranks",
                 problem=f"The ranks' loaders differ, so some samples would be missed and others repeated: "
                 f"{differing_texts(name, texts)}.",
                 hint="Use the same dataset and seed on all ranks: "

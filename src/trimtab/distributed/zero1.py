@@ -31,8 +31,6 @@ class Zero1Backend(DataParallel):
         if len(kinds) > 1:
             raise OptimizerError(
                 "plan.zero_stage",
-                got=f"parameters of {', '.join(sorted(map(str, kinds)))}",
-                expected="parameters of one dtype",
                 problem=f"ZeRO stage 1 needs parameters of one dtype, but the optimizer has parameters of "
                 f"{', '.join(sorted(map(str, kinds)))}.",
                 hint="Use a plan with another zero_stage, or convert the parameters to one dtype.",

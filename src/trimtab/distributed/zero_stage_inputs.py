@@ -130,8 +130,6 @@ def traces_of_ranks(
         samples = BY_CONTAINERS.read(loop[3]).samples
         raise ModelError(
             "model",
-            got=f"{samples or 'an unknown number of'} samples per rank",
-            expected=f"at least {MIN_SAMPLES}",
             problem=f"The memory of a rank cannot be traced with {samples or 'an unknown number of'} samples per rank.",
             hint=f"Use a batch with at least {MIN_SAMPLES} samples per rank.",
             code="batch.too_small_to_trace",

@@ -65,7 +65,6 @@ def fit(
     if byte_s <= 0:
         raise ValueGivenError(
             "link.points",
-            got=f"{len(points)} timings",
             problem="The timed all-reduces do not take longer with more bytes, so no bandwidth can be fitted.",
             hint="Time larger all-reduces, or repeat each size more often.",
             code="link.no_bandwidth",

@@ -62,7 +62,6 @@ def _refuse_unknown(profile: Profile, objective: Objective) -> None:
     if objective.energy > 0 and not any(trial.watts for trial in profile.trials):
         raise ValueGivenError(
             "energy",
-            got=f"a weight of {objective.energy:g}",
             problem=f"The objective gives energy the weight {objective.energy:g}, but the profile has no energy "
             f"measurements ({profile.meter.reason or 'the meter failed'}).",
             hint="Set Objective(energy=0), or pass watts with trimtab.Metering(watts=...) and plan again.",
