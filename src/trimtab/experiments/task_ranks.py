@@ -11,10 +11,9 @@ import torch.distributed as dist
 from torch.utils._pytree import tree_leaves
 
 from trimtab.core.errors import ValueGivenError
-from trimtab.distributed.coordinator import ALONE, Coordinator
+from trimtab.distributed.coordinator import ALONE, Coordinator, RankCoordinator
 from trimtab.distributed.process_group import job_position
 from trimtab.distributed.rank_consistency import digest, optimizer_facts, require_same_over_job
-from trimtab.distributed.rank_coordinator import RankCoordinator
 from trimtab.experiments.task_plans import task_of_rank
 from trimtab.tasks.task import Task, TaskData
 
