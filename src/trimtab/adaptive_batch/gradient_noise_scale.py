@@ -72,7 +72,8 @@ def window_noise(mean_norm2: float, norm2: float, spread: float, squares: float,
     if num < 2 or not spread > 0:
         return None
     trace = (mean_norm2 - norm2) / spread
-    return found_by(trace, norm2 - trace * squares, num, 1 / squares)
+    is_finite = math.isfinite(trace) and math.isfinite(norm2)
+    return WindowNoise(trace, norm2 - trace * squares, num, 1 / squares) if is_finite else None
 
 
 def from_partial_sums(norms2: Sequence[float], rows: Sequence[float]) -> WindowNoise | None:
@@ -85,7 +86,8 @@ def from_partial_sums(norms2: Sequence[float], rows: Sequence[float]) -> WindowN
     if weights is None or not all(map(math.isfinite, norms2)):
         return None
     trace, norm2 = (sum(w * norm for w, norm in zip(each, norms2, strict=True)) for each in weights)
-    return found_by(trace, norm2, len(rows), math.fsum(rows))
+    is_finite = math.isfinite(trace) and math.isfinite(norm2)
+    return WindowNoise(trace, norm2, len(rows), math.fsum(rows)) if is_finite else None
 
 
 def partial_sum_weights(rows: Sequence[float]) -> tuple[list[float], list[float]] | None:
@@ -104,13 +106,6 @@ def partial_sum_weights(rows: Sequence[float]) -> tuple[list[float], list[float]
     slope = [(x - mean) / spread for x in sums]
     intercept = [1 / len(sums) - mean * each for each in slope]
     return [w / x for w, x in zip(intercept, sums, strict=True)], [w / x for w, x in zip(slope, sums, strict=True)]
-
-
-def found_by(trace: float, norm2: float, num: float, rows: float) -> WindowNoise | None:
-    """Return the estimates, or None if they are non-finite."""
-    if not (math.isfinite(trace) and math.isfinite(norm2)):
-        return None
-    return WindowNoise(trace, norm2, num, rows)
 
 
 class NoiseAverage(Stateful):

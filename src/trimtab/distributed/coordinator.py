@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar, cast
@@ -10,18 +9,15 @@ from typing import TypeVar, cast
 import torch
 import torch.distributed as dist
 
-from trimtab.core.errors import RankError
 from trimtab.core.serialization import from_json, read_json, to_json, write_whole
 from trimtab.distributed.cpu_affinity import oversubscribed_resource
 from trimtab.distributed.host_gather import RankExchange
-from trimtab.distributed.launched_rank import ranks_failed
-from trimtab.distributed.process_group import from_first, time_limit_s, words_at_work, words_of_all
+from trimtab.distributed.process_group import from_first
 
 T = TypeVar("T")
 M = TypeVar("M")
 # Larger than the difference between any two seeds of paired runs.
 _STREAMS = 1_000_003
-_turns = itertools.count()  # the same on all ranks, because they call in the same order
 
 
 class Coordinator:
@@ -50,10 +46,6 @@ class Coordinator:
     def write(self, path: Path, value: object, indent: int | None = None) -> None:
         """Write a value to a file on rank 0."""
         write_whole(path, to_json(value, indent=indent))
-
-    def in_turn(self, make: Callable[[], T]) -> T:
-        """Call `make` on rank 0 first, then on all ranks, so that rank 0's downloads are available to the rest."""
-        return make()
 
     def draw_apart(self, seed: int) -> None:
         """Seed random generators differently per rank from here on."""
@@ -94,50 +86,14 @@ class RankCoordinator(Coordinator):
         if self.rank == 0:
             super().write(path, value, indent)
 
-    def in_turn(self, make: Callable[[], T]) -> T:
-        own, failure = list[T](), None
-
-        def made() -> str:
-            own.append(make())
-            return ""
-
-        def made_after() -> str:
-            nonlocal failure
-            try:
-                return "" if own else made()
-            except Exception as error:  # Sent as a result, because rank 0 would otherwise wait until the time limit.
-                failure = error
-                return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
-
-        from_first(made)
-        # finished ranks wait for the others without a time limit
-        said = words_at_work(made_after, f"in_turn/{next(_turns)}")
-        if failure is not None:
-            raise failure
-        if failed := {rank: words for rank, words in enumerate(said) if words}:
-            raise ranks_failed(failed)
-        return own[0]
-
     def draw_apart(self, seed: int) -> None:
         if self.rank:
             torch.manual_seed(seed + _STREAMS * self.rank)
 
     def attempt(self, make: Callable[[], T]) -> T | None:
         self._attempts += 1
-        made, failure = None, None
-        try:
-            with self._exchange.explaining():
-                made = make()
-        except RankError:
-            raise
-        except Exception as error:
-            failure = error
-        # A failed rank may have left the others inside a collective, which ends only when this rank does.
-        limit_s = time_limit_s() / 4 if failure else time_limit_s()
-        try:
-            said = words_of_all(f"attempt/{self._attempts}", "failed" if failure else "made", limit_s)
-        except (RuntimeError, dist.DistError) as silence:
-            raise failure or silence from None
+        topic = f"attempt/{self._attempts}"
+        made, _, said = self._exchange.attempt(make, topic, lambda error: "failed" if error else "made")
         return made if all(each == "made" for each in said) else None
 
     def ended(self, error: BaseException) -> BaseException:

@@ -108,9 +108,7 @@ def config_of(plan: Plan, num_elements: int) -> dict[str, Any]:
     """Return the configuration for `deepspeed.initialize` of a plan with the DeepSpeed engine.
 
     Micro-batch boundaries, loss scaling, clipping and autocast stay with trimtab's loop; their entries are neutral.
-
-    Args:
-        num_elements: number of parameter elements; an upper bound for buckets.
+    `num_elements` of the parameters is an upper bound for buckets.
 
     Raises:
         ValueGivenError: the plan has a different engine, or settings that DeepSpeed does not support here.
@@ -168,7 +166,7 @@ class DeepSpeedZero:
 
     def spread(self, model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan) -> None:
         """Pass model and optimizer to DeepSpeed, which broadcasts rank 0's parameters; groups then hold flat shards."""
-        self.config = config_for(model, plan)
+        self.config = config_of(plan, sum(each.numel() for each in model.parameters()))
         self._stage = int(plan.zero_stage.value or 0)
         self._once = bool(plan.reduces_once.value) and self._stage > 1
         deepspeed = _ready()
@@ -285,11 +283,6 @@ class DeepSpeedZero:
         del self._engine, self._zero
         _let_go()
         self.exchange.close()
-
-
-def config_for(model: nn.Module, plan: Plan) -> dict[str, Any]:
-    """Return the DeepSpeed configuration for a model; raises as `config_of`."""
-    return config_of(plan, sum(p.numel() for p in model.parameters()))
 
 
 def _ready() -> Any:

@@ -17,7 +17,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -28,7 +28,7 @@ from trimtab.core.errors import RankError
 from trimtab.core.progress import silent
 from trimtab.distributed.backend_selection import backend_of
 from trimtab.distributed.host_gather import RankExchange
-from trimtab.distributed.process_group import backends, max_over_ranks, time_limit_s, total, words_of_all
+from trimtab.distributed.process_group import backends, max_over_ranks, total
 from trimtab.distributed.zero_stage_inputs import RankLoop
 from trimtab.measure.gradient_norms import local_shard
 from trimtab.measure.timing import time_call
@@ -292,34 +292,24 @@ class DryRuns:
 
     def _together(self, make: Callable[[], T]) -> T | _Failure:
         """Return the result of `make` on all ranks, or a failure, the same on all ranks."""
-        made: list[T] = []
-        failure: Exception | None = None
         exchange = RankExchange(None)
-        try:
-            with self._unchanged(), warnings.catch_warnings(), exchange.explaining():
+
+        def contained() -> T:
+            with self._unchanged(), warnings.catch_warnings():
                 # warnings about refused plans, which are reported with a reason
                 warnings.simplefilter("ignore", RuntimeWarning)
-                made.append(make())
-        except RankError:
-            raise
-        except Exception as error:
-            failure = error
-        # A failed rank may have left the others inside a collective, which ends only when this rank does.
-        limit_s = time_limit_s() / 4 if failure else time_limit_s()
-        try:
-            own = _failure_of(failure)
-            words = json.dumps([own.text, own.code, num_sent()])
-            said = words_of_all(f"rehearsal/{next(_numbers)}", words, limit_s)
-        except (RuntimeError, dist.DistError) as silence:
-            cause = failure or silence
-            if (reason := exchange.failed(cause)) is cause:
-                raise cause from None
-            raise reason from cause
+                return make()
+
+        def report(error: Exception | None) -> str:
+            own = _failure_of(error)
+            return json.dumps([own.text, own.code, num_sent()])
+
+        made, failure, said = exchange.attempt(contained, f"rehearsal/{next(_numbers)}", report)
         exchange.close()
         reports = [json.loads(each) for each in said]
         first = next((rank for rank, (text, _, _) in enumerate(reports) if text), None)
         if first is None:
-            return made[0]
+            return cast(T, made)
         text, code, _ = reports[first]
         # Pending messages would be matched with later collectives, so all ranks end.
         if any(sent != reports[0][2] for _, _, sent in reports):

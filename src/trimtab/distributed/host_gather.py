@@ -11,7 +11,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from trimtab.core.errors import RankError
 from trimtab.distributed.cpu_affinity import node
 from trimtab.distributed.launched_rank import SILENT, ranks_failed
-from trimtab.distributed.process_group import gather_objects, has_peers, job_store, time_limit_s
+from trimtab.distributed.process_group import gather_objects, has_peers, job_store, time_limit_s, words_of_all
 from trimtab.measure.gradient_norms import is_sharded
 from trimtab.training.gradient_sync import UNREDUCED, data_parallel
 from trimtab.training.metadata_exchange import Figures, Gathered
@@ -29,6 +29,8 @@ from trimtab.training.metadata_exchange import Figures, Gathered
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
+
+T = TypeVar("T")
 
 # Seconds to answer a roll call. All ranks whose wait for a rank failed take part within moments of each other, except
 # those whose own time limit began later.
@@ -396,6 +398,37 @@ class RankExchange:
                 raise
             self._trouble.tell(reason)
             raise reason from error
+
+    def attempt(
+        self, make: Callable[[], T], topic: str, report: Callable[[Exception | None], str]
+    ) -> tuple[T | None, Exception | None, list[str]]:
+        """Return the result of `make` or its exception, and the reports of all ranks; a collective.
+
+        Args:
+            make: may contain collectives.
+            topic: unique name within a job.
+            report: returns a text for this rank's exception, or for success (None).
+
+        Raises:
+            RankError: another rank ended or sent no answer.
+            Exception: of this rank, if another rank waits inside a collective, which ends only with this rank.
+        """
+        made, failure = None, None
+        try:
+            with self.explaining():
+                made = make()
+        except RankError:
+            raise
+        except Exception as error:
+            failure = error
+        limit_s = time_limit_s() / 4 if failure else time_limit_s()
+        try:
+            return made, failure, words_of_all(topic, report(failure), limit_s)
+        except (RuntimeError, dist.DistError) as silence:
+            cause = failure or silence
+            if (reason := self.failed(cause)) is cause:
+                raise cause from None
+            raise reason from cause
 
     def recovered(self) -> None:
         self._trouble.recovered()

@@ -18,7 +18,7 @@ from trimtab.core.hardware import LinkCalibration, ring_link
 from trimtab.core.objective import Budget, Objective
 from trimtab.core.parallelism import ENGINES
 from trimtab.core.serialization import is_stream, to_json, write_result, write_whole
-from trimtab.distributed.deepspeed_backend import config_for
+from trimtab.distributed.deepspeed_backend import config_of
 from trimtab.distributed.zero_stage_inputs import traces_of_ranks, with_traces
 from trimtab.experiments.task_plans import loop_of, profile_task, profile_there, task_of_rank
 from trimtab.measure.fake_tensors import FakeCudaMode
@@ -205,7 +205,7 @@ def rank_page(
         return RankPlanResult(plan, stages, None)
     with torch.device("meta"):
         model = task.make_model()
-    return RankPlanResult(plan, stages, config_for(model, plan))
+    return RankPlanResult(plan, stages, config_of(plan, sum(each.numel() for each in model.parameters())))
 
 
 def _check_precision(task: Task) -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 from trimtab.core.choice import Choice, MeasuredCost, Note
 from trimtab.core.errors import InfeasibleError, ValueGivenError
@@ -24,8 +24,7 @@ from trimtab.settings import SEARCHED, SETTINGS, unchanged
 _RISES = 1.02  # relative to the loop's own peak; repeated counts of a peak agree to about 1 %
 
 
-@dataclass(frozen=True)
-class _Decision:
+class _Decision(NamedTuple):
     """Chosen candidate and the result of the deciding final; None if no final decided."""
 
     winner: Candidate
@@ -89,6 +88,7 @@ def _plan(
     told = explain.Explanations(profile, found, winner, decision.outcome, budget)
     blocks = profile.recomputable_of(winner)
     speed = None if decision.outcome is None else decision.outcome.speed
+    noise = resolution(None if decision.outcome is None else decision.outcome.control)
     weighs = objective.energy > 0
     counts = weighs or budget.energy is not None
 
@@ -113,7 +113,7 @@ def _plan(
         predicted=_predicted(profile, winner),
         measured=_measured(profile, winner),
         verified=None if speed is None else (speed.low, speed.high),
-        timing_noise=_timing_noise(decision.outcome),
+        timing_noise=noise if math.isfinite(noise) else None,
         stands_between=None if weighs else search_space.stands_between(found, winner, reference),
         front=tuple(point.shown for point in search_space.front(found, with_energy=counts)),
         meter=profile.meter,
@@ -121,12 +121,6 @@ def _plan(
         advice=advice_of(profile, _measured(profile, reference), _measured(profile, winner), winner),
         notes=(*profile.notes, *_notes_of_memory(profile, winner, budget)),
     )
-
-
-def _timing_noise(outcome: selection.FinalOutcome | None) -> float | None:
-    """Return the resolution of the deciding final's A/A control; None without a control."""
-    noise = resolution(None if outcome is None else outcome.control)
-    return noise if math.isfinite(noise) else None
 
 
 def _notes_of_memory(profile: Profile, winner: Candidate, budget: Budget) -> Iterator[Note]:
@@ -227,7 +221,6 @@ def _infeasible(profile: Profile, found: Sequence[PricedCandidate], budget: Budg
         why = profile.meter.reason if profile.meter.is_absent else "the meter failed in every trial"
         return InfeasibleError(
             "budget",
-            got=f"an energy limit of {format_joules(budget.energy)} per step",
             problem=f"The budget limits energy to {format_joules(budget.energy)} per step, but no energy was measured "
             f"({why}).",
             hint="Leave out Budget(energy=...), or pass watts with trimtab.Metering(watts=...).",
@@ -237,7 +230,6 @@ def _infeasible(profile: Profile, found: Sequence[PricedCandidate], budget: Budg
         reasons = "; ".join(sorted({t.error for t in profile.trials if t.error}))[:300]
         return InfeasibleError(
             "plan",
-            got="no successful trial",
             problem=f"No trial of the loop ran: {reasons}." if reasons else "No trial of the loop ran.",
             hint="Correct the error, and check that the unchanged loop trains.",
             code="plan.no_trial_ran",
