@@ -274,24 +274,15 @@ class ShardStorages(StorageTracker):
         try:
             from torch.distributed.fsdp._fully_shard import _fsdp_param, _fsdp_param_group
         except ImportError:
-            raise _unknown_torch() from None
+            raise _unknown_torch("FSDP2 is in an unknown module") from None
         if not (hasattr(_fsdp_param, "alloc_storage") and hasattr(_fsdp_param, "free_storage")):
-            raise _unknown_torch()
+            raise _unknown_torch("FSDP2 frees parameters by unknown functions")
         with contextlib.ExitStack() as patches:
             for module in (_fsdp_param, _fsdp_param_group):
                 for name, ours in (("alloc_storage", self._allocate), ("free_storage", self._free)):
                     if hasattr(module, name):
                         patches.enter_context(mock.patch.object(module, name, ours))
             yield self
-
-
-def _unknown_torch() -> DependencyError:
-    return DependencyError(
-        "torch",
-        problem=f"The memory of FSDP2 cannot be traced with torch {torch.__version__}.",
-        hint="Install torch 2.13.",
-        code="dependency.torch_version",
-    )
 
 
 # A fake process group for tracing, without real ranks; the job's groups are restored afterwards.
@@ -313,7 +304,7 @@ def absent_ranks(ranks: int) -> Iterator[None]:
     try:
         from torch.testing._internal.distributed.fake_pg import FakeStore
     except ImportError:
-        raise _unknown_process_groups() from None
+        raise _unknown_torch("it has no fake process group") from None
     hook = sys.excepthook
     try:
         with mock.patch.multiple(c10d, **_emptied()):
@@ -321,7 +312,7 @@ def absent_ranks(ranks: int) -> Iterator[None]:
                 try:
                     c10d.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
                 except Exception as error:
-                    raise _unknown_process_groups(f"{type(error).__name__}: {error}") from error
+                    raise _unknown_torch(f"{type(error).__name__}: {error}") from error
                 yield
             finally:
                 _forget()
@@ -338,7 +329,7 @@ def mesh_of_all(kind: str, ranks: int) -> DeviceMesh:
 def _emptied() -> dict[str, Any]:
     """Return empty replacements for torch's tables of process groups."""
     if not all(hasattr(c10d, name) for name in (*_TABLES, *_NEEDED, "_world", "_group_count")):
-        raise _unknown_process_groups()
+        raise _unknown_torch("its process groups are stored in unknown attributes")
     kept = {name: getattr(c10d, name) for name in ("_backend", "_default_pg_init_method")}
     return {"_world": c10d._World(), "_group_count": _NUMBER, **kept} | {name: {} for name in _TABLES}
 
@@ -350,7 +341,7 @@ def _forget() -> None:
         c10d._unregister_process_group(name)  # type: ignore[attr-defined]
 
 
-def _unknown_process_groups(reason: str = "its process groups are stored in unknown attributes") -> DependencyError:
+def _unknown_torch(reason: str) -> DependencyError:
     return DependencyError(
         "torch",
         problem=f"trimtab cannot trace the memory of several ranks with torch {torch.__version__} ({reason}).",
