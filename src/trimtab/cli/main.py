@@ -16,7 +16,7 @@ from trimtab.cli import checkpoint_commands, experiment_commands, planning_comma
 from trimtab.cli.output import print_error, print_text
 from trimtab.cli.streams import prepare_streams
 from trimtab.core.errors import FormatError, RankError, TrimtabError, UsageError
-from trimtab.distributed.launched_rank import LaunchedRank
+from trimtab.distributed.launch import LaunchedRank
 
 # Immediate exit of a rank: Gloo threads may outlive the interpreter and abort a process that has finished.
 

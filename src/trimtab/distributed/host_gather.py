@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from trimtab.core.errors import RankError
 from trimtab.distributed.cpu_affinity import node
-from trimtab.distributed.launched_rank import SILENT, ranks_failed
+from trimtab.distributed.launch import SILENT, ranks_failed
 from trimtab.distributed.process_group import gather_objects, has_peers, job_store, time_limit_s, words_of_all
 from trimtab.measure.gradient_norms import is_sharded
 from trimtab.training.gradient_sync import UNREDUCED, data_parallel

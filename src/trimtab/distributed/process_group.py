@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from trimtab.core import validation
 from trimtab.core.errors import RankError, ValueGivenError
-from trimtab.distributed.launched_rank import rank_lost, ranks_failed
+from trimtab.distributed.launch import rank_lost, ranks_failed
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
