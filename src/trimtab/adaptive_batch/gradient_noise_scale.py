@@ -144,9 +144,7 @@ class NoiseAverage(Stateful):
         self.trace += (window.trace - self.trace) * step
         self.energy += (unit - self.energy) * step
         self.trace_share += (window.trace / unit - self.trace_share) * step
-        self._add_norm2(window.norm2 / unit, window.norm2_weight, keep)
-
-    def _add_norm2(self, share: float, weight: float, keep: float) -> None:
+        share, weight = window.norm2 / unit, window.norm2_weight
         self.norm2_weight = keep * self.norm2_weight + weight
         self.norm2_weight2 = keep**2 * self.norm2_weight2 + weight
         before = share - self.norm2_share
@@ -160,13 +158,11 @@ class NoiseAverage(Stateful):
             return None
         are_known = self.trace > 0 and self.trace_share > 0
         unit = self.trace / self.trace_share if are_known else self.energy
-        return NoiseEstimate(self.trace, unit * self.norm2_share, unit * self._norm2_error(), self.num_windows)
-
-    def _norm2_error(self) -> float:
-        """Return the standard error of G2; a step's variance is inversely proportional to its weight."""
+        # A step's variance is inversely proportional to its weight.
         left = self.count - self.norm2_weight2 / self.norm2_weight
-        unit = self.spread / left if left > 1e-9 else math.inf  # variance of a step of weight 1
-        return math.sqrt(unit * self.norm2_weight2) / self.norm2_weight
+        variance = self.spread / left if left > 1e-9 else math.inf  # of a step of weight 1
+        error = math.sqrt(variance * self.norm2_weight2) / self.norm2_weight
+        return NoiseEstimate(self.trace, unit * self.norm2_share, unit * error, self.num_windows)
 
     def state_dict(self) -> dict[str, float]:
         """Return the averages for a resumed run."""

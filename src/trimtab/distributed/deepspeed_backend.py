@@ -30,7 +30,7 @@ BUCKET_BYTES = 2**26
 _LEFT = {"_external_params", "all_parameters", "applied_pre_backward_ref_cnt", "pre_bwd_fn", "post_bwd_fn"}
 
 
-def put_state(zero: Any, had: State) -> None:
+def put_state(zero: Any, had: dict[Any, dict[str, Any]]) -> None:
     """Copy existing optimizer state into the shards; DeepSpeed starts without state."""
     from deepspeed.utils import safe_set_full_optimizer_state, safe_set_local_optimizer_state
 
@@ -42,15 +42,12 @@ def put_state(zero: Any, had: State) -> None:
     for parameter, state in had.items():
         for key in filter(lambda key: _is_whole(state[key]), state):
             if sharded:  # DeepSpeed's setter for full state ignores the last rank's padding and raises
-                safe_set_local_optimizer_state(parameter, _own_part(parameter, state[key]), key)
+                size = parameter.partition_numel()
+                padding = size * dist.get_world_size() - state[key].numel()
+                padded = nn.functional.pad(state[key].flatten(), (0, padding))
+                safe_set_local_optimizer_state(parameter, padded.narrow(0, size * dist.get_rank(), size), key)
             else:
                 safe_set_full_optimizer_state(parameter, state[key], key)
-
-
-def _own_part(parameter: Any, whole: Tensor) -> Tensor:
-    size = parameter.partition_numel()
-    padded = nn.functional.pad(whole.flatten(), (0, size * dist.get_world_size() - whole.numel()))
-    return padded.narrow(0, size * dist.get_rank(), size)
 
 
 def gather_full_state(zero: Any, parameters: list[Tensor]) -> tuple[dict[Tensor, Tensor], State]:

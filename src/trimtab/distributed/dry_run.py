@@ -39,7 +39,6 @@ from trimtab.profiling.measurement_notes import describe
 from trimtab.settings import unchanged
 from trimtab.state.loop_state import unchanged_by
 from trimtab.state.peak_memory import alive_between_steps, peak_bytes, storage_bytes
-from trimtab.state.process_state import ProcessState
 from trimtab.training.accumulation import drop_gradients
 from trimtab.training.backend import Backend
 from trimtab.training.batch import BY_CONTAINERS, BatchSplitting, tensors_in
@@ -200,8 +199,7 @@ class DryRuns:
     Args:
         copied: returns copies of model and optimizer, and the rank's loss function and batch.
         beside: returns other tensors on the device during the run.
-        unchanged: returns a context that restores the user's objects, even if reached by a copy; None: restore only
-            random generators and global modes.
+        unchanged: returns a context that restores the user's objects, random generators and global modes.
     """
 
     def __init__(
@@ -210,13 +208,13 @@ class DryRuns:
         *,
         clip_norm: float | None = None,
         beside: Callable[[], Iterable[Tensor]] = tuple,
-        unchanged: Callable[[], contextlib.AbstractContextManager[object]] | None = None,
+        unchanged: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext,
         progress: Callable[[str], None] = silent,
         batching: BatchSplitting = BY_CONTAINERS,
     ) -> None:
         self._batching = batching
         self._copied, self._clip_norm, self._beside = copied, clip_norm, beside
-        self._unchanged = unchanged or _process_unchanged
+        self._unchanged = unchanged
         self._progress = progress if dist.get_rank() == 0 else silent
 
     def refusal(self) -> str:
@@ -315,15 +313,6 @@ class DryRuns:
         if any(sent != reports[0][2] for _, _, sent in reports):
             raise _left_over(first, text) from failure
         return _Failure(text, code)
-
-
-@contextlib.contextmanager
-def _process_unchanged() -> Iterator[None]:
-    before = ProcessState.capture()
-    try:
-        yield
-    finally:
-        before.restore()
 
 
 def _failure_of(error: Exception | None) -> _Failure:

@@ -162,25 +162,21 @@ class SocketMesh:
                 self._peers[peer].sendall(message)
             except OSError:
                 self._lost.add(peer)
-        answer = self._awaited[number] = PendingGather(self, number, {self._rank: own})
+        answer = self._awaited[number] = PendingGather(self, {self._rank: own})
         return answer
 
-    def complete(self, number: int, said: dict[int, list[float]]) -> Gathered:
+    def complete(self, said: dict[int, list[float]]) -> Gathered:
         """Return the values of all ranks for a message; `DistNetworkError` if one is gone or exceeds the time limit."""
         for peer in self._peers:
             while peer not in said:
-                self._receive(peer)
+                try:
+                    found, count = _HEAD.unpack(self._bytes(peer, _HEAD.size))
+                    figures = struct.unpack(f"={count}d", self._bytes(peer, 8 * count))
+                except OSError as error:
+                    raise dist.DistNetworkError(f"no message from rank {peer}: {error}") from error
+                if (answer := self._awaited.get(found)) is not None:  # otherwise nobody can request the message
+                    answer.said[peer] = list(figures)
         return [said[rank] for rank in sorted(said)]
-
-    def _receive(self, peer: int) -> None:
-        """Read the next message of a rank; messages that nobody can request any more are dropped."""
-        try:
-            number, count = _HEAD.unpack(self._bytes(peer, _HEAD.size))
-            figures = struct.unpack(f"={count}d", self._bytes(peer, 8 * count))
-        except OSError as error:
-            raise dist.DistNetworkError(f"no message from rank {peer}: {error}") from error
-        if (answer := self._awaited.get(number)) is not None:
-            answer.said[peer] = list(figures)
 
     def _bytes(self, peer: int, count: int) -> bytes:
         found = self._read[peer].read(count)
@@ -199,12 +195,12 @@ class SocketMesh:
 class PendingGather:
     """Pending values of a message, with the values received so far."""
 
-    def __init__(self, mesh: SocketMesh, number: int, said: dict[int, list[float]]) -> None:
-        self._mesh, self._number, self.said = mesh, number, said
+    def __init__(self, mesh: SocketMesh, said: dict[int, list[float]]) -> None:
+        self._mesh, self.said = mesh, said
 
     def __call__(self) -> Gathered:
         """Return the values of all ranks, by rank."""
-        return self._mesh.complete(self._number, self.said)
+        return self._mesh.complete(self.said)
 
 
 def host_mesh(group: dist.ProcessGroup, timeout_s: float) -> SocketMesh | None:

@@ -1,4 +1,7 @@
-"""Launch of ranks on this machine with torchrun's launcher; no ssh, no hostfile."""
+"""Launch of ranks on this machine with torchrun's launcher, and the rank's side: its exit report and its end.
+
+Must not import torch at the top: this code runs first in a rank, while the launcher may already be gone.
+"""
 
 from __future__ import annotations
 
@@ -63,7 +66,13 @@ def launch(arguments: Sequence[str], num_ranks: int) -> None:
             raise _error_of(failed, reports) from None
         except SignalException as sent:
             raise (KeyboardInterrupt() if sent.sigval == signal.SIGINT else SystemExit(128 + sent.sigval)) from None
-        _require_done(reports, num_ranks)
+        finished = reports_in(reports)
+    if early := [rank for rank in range(num_ranks) if rank not in finished]:
+        names = f"Rank {early[0]}" if len(early) == 1 else f"Ranks {', '.join(map(str, early))}"
+        problem = f"{names} ended with status 0 before the command finished."
+        error = RankError(f"rank {early[0]}", got="status 0", problem=problem, hint=_LEFT, code=EARLY)
+        error.ranks = tuple(early)
+        raise error
 
 
 @contextlib.contextmanager
@@ -88,17 +97,6 @@ def _own_handlers() -> Iterator[None]:
         for number, handler in before.items():
             if handler is not None and signal.getsignal(number) is not handler:  # None: a handler not set from Python
                 signal.signal(number, handler)
-
-
-def _require_done(reports: Path, num_ranks: int) -> None:
-    """Raise `RankError` for ranks that ended with status 0 before completing the command."""
-    finished = reports_in(reports)
-    if early := [rank for rank in range(num_ranks) if rank not in finished]:
-        names = f"Rank {early[0]}" if len(early) == 1 else f"Ranks {', '.join(map(str, early))}"
-        problem = f"{names} ended with status 0 before the command finished."
-        error = RankError(f"rank {early[0]}", got="status 0", problem=problem, hint=_LEFT, code=EARLY)
-        error.ranks = tuple(early)
-        raise error
 
 
 def _error_of(failed: Any, reports: Path) -> RankError:

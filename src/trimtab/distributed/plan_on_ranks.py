@@ -46,7 +46,7 @@ class BroadcastPlan:
 
 @dataclass(frozen=True)
 class _NextPlan:
-    """Next plan of a job, as JSON; `is_last`: the final plan, otherwise to be tested in a dry run."""
+    """Next plan for a dry run, or the final plan."""
 
     plan: Plan
     is_last: bool
@@ -98,13 +98,10 @@ def plan_together(
         return _as_by_default(found.plan, calibration)
     plan = with_fastest_communication(found.plan, calibration, found.shape)
     usual = by_default(plan)
-    return plan if usual is None or rehearsal is None else _worth_it(plan, usual, rehearsal())
-
-
-def _worth_it(plan: Plan, usual: Plan, rehearsal: DryRuns) -> Plan:
-    """Return the plan if its gradient communication is measurably better, otherwise the plan with torch's default."""
-    refusal = rehearsal.refusal()
-    ran = None if refusal else rehearsal.of(plan, counts_memory=False)
+    if usual is None or rehearsal is None:
+        return plan
+    refusal = (dry_run := rehearsal()).refusal()
+    ran = None if refusal else dry_run.of(plan, counts_memory=False)
     if ran is None or ran.refusal:
         return saying_unrehearsed(usual, refusal or (ran.refusal if ran else ""))
     return replace(ran.plan, planning_s=plan.planning_s + ran.took_s)
@@ -122,7 +119,12 @@ def _rehearsed(
         return to_json(replace(found, plan=spent) if found.is_last else found)
 
     while not (next_one := from_json(_NextPlan, from_first(asked))).is_last:
-        ran += (_ran(next_one.plan, rehearsal),)
+        found, usual = rehearsal.of(next_one.plan, counts_memory=True), by_default(next_one.plan)
+        if found.refusal and usual is not None:
+            again = rehearsal.of(saying_unrehearsed(usual, found.refusal), counts_memory=True)
+            # The prediction belongs to the refused plan, so it says nothing about this plan's speed.
+            found = replace(again, slower=None, took_s=found.took_s + again.took_s)
+        ran += (found,)
     return next_one.plan
 
 
@@ -141,16 +143,6 @@ def _next_plan(
         return _NextPlan(plan, is_last=found.of(plan) is not None)
     stage = replace(plan.zero_stage, reason=f"{plan.zero_stage.reason}; not tested in a dry run: {refusal}")
     return _NextPlan(saying_unrehearsed(plan, refusal).having(zero_stage=stage), is_last=True)
-
-
-def _ran(plan: Plan, rehearsal: DryRuns) -> DryRunResult:
-    """Return the dry run of a plan; if refused, that of the same plan with torch's default gradient communication."""
-    ran, usual = rehearsal.of(plan, counts_memory=True), by_default(plan)
-    if not ran.refusal or usual is None:
-        return ran
-    again = rehearsal.of(saying_unrehearsed(usual, ran.refusal), counts_memory=True)
-    # The prediction belongs to the refused plan, so it says nothing about this plan's speed.
-    return replace(again, slower=None, took_s=ran.took_s + again.took_s)
 
 
 def _timed(device: torch.device) -> LinkCalibration | str:

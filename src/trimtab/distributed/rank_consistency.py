@@ -127,14 +127,14 @@ def dataset_facts(dataset: Any) -> dict[str, Any]:
         dataset = dataset.dataset
     tensors = dataset.tensors if isinstance(dataset, TensorDataset) else [dataset]
     if all(isinstance(each, Tensor) for each in tensors):
-        found["checksums of the values"] = digest(map(_some_rows, tensors))
+        # Of a large tensor, which may be memory-mapped from a file, evenly spaced rows.
+        large = [each.dim() > 0 and each.numel() * each.element_size() > _LARGE for each in tensors]
+        few = (
+            each[:: -(-len(each) // _SPREAD)] if is_large else each
+            for each, is_large in zip(tensors, large, strict=True)
+        )
+        found["checksums of the values"] = digest(few)
     return found
-
-
-def _some_rows(tensor: Tensor) -> Tensor:
-    """Return a tensor, or evenly spaced rows of a large tensor, which may be memory-mapped from a file."""
-    is_large = tensor.dim() > 0 and tensor.numel() * tensor.element_size() > _LARGE
-    return tensor[:: -(-len(tensor) // _SPREAD)] if is_large else tensor
 
 
 def digest(tensors: Iterable[Tensor]) -> list[int]:

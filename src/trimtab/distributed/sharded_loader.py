@@ -37,14 +37,12 @@ class ShardedLoader:
         return len(self.wrapped)  # type: ignore[arg-type]
 
     def __iter__(self) -> Iterator[Any]:
-        return self._dealt(iterate("loader", self.wrapped))  # Iteration begins at once, as with the loader itself.
-
-    def _dealt(self, batches: Iterator[Any]) -> Iterator[Any]:
-        for batch in batches:
+        def part(batch: Any) -> Any:
             whole = self._batching.require(batch)
             rows = samples_of_rank(whole, self._rank, self._num_ranks)
-            is_some = rows.stop > rows.start
-            yield self._batching.part(batch, rows.start, rows.stop, whole) if is_some else EmptyBatch()
+            return self._batching.part(batch, rows.start, rows.stop, whole) if rows.stop > rows.start else EmptyBatch()
+
+        return map(part, iterate("loader", self.wrapped))  # Iteration begins at once, as with the loader itself.
 
 
 class _StatefulShardedLoader(ShardedLoader):

@@ -81,27 +81,18 @@ def share_of(
 
 
 def of_replicas(profile: Profile, why: str) -> Plan:
-    """Return a single-process plan for ranks that replicate the model.
+    """Return a single-process plan for ranks that replicate the model; `InfeasibleError`, with `why`, if none fits.
 
-    Args:
-        why: reason for not considering sharding; "" if sharding was not requested.
-
-    Raises:
-        InfeasibleError: no settings meet the limits; includes `why`.
+    `why` is the reason for not considering sharding; "" if sharding was not requested.
     """
     try:
         return choose(profile, profile.objective, profile.budget)
     except InfeasibleError as error:
         if not why:
             raise
-        raise InfeasibleError(
-            error.field,
-            got=error.got,
-            expected=error.expected,
-            problem=f"{str(error).removesuffix(error.hint).rstrip()} Each rank holds the whole model: {why}.",
-            hint=error.hint,
-            code=error.code,
-        ) from error
+        problem = f"{str(error).removesuffix(error.hint).rstrip()} Each rank holds the whole model: {why}."
+        how = {"got": error.got, "expected": error.expected, "hint": error.hint, "code": error.code}
+        raise InfeasibleError(error.field, problem=problem, **how) from error
 
 
 def with_traces(profile: Profile, loop: RankLoop, progress: Callable[[str], None]) -> Profile:
@@ -127,10 +118,10 @@ def traces_of_ranks(
         progress(f"tracing {ranks} ranks: {candidate.describe()}")
         traces += trace_ways(*loop, candidate, ranks, ways=ways, counts_scratch=profile.device.kind == "cpu")
     if not traces:
-        samples = BY_CONTAINERS.read(loop[3]).samples
+        samples = BY_CONTAINERS.read(loop[3]).samples or "an unknown number of"
         raise ModelError(
             "model",
-            problem=f"The memory of a rank cannot be traced with {samples or 'an unknown number of'} samples per rank.",
+            problem=f"The memory of a rank cannot be traced with {samples} samples per rank.",
             hint=f"Use a batch with at least {MIN_SAMPLES} samples per rank.",
             code="batch.too_small_to_trace",
         )

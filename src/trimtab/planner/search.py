@@ -345,18 +345,13 @@ def _sizes(profile: Profile, budget: Budget) -> tuple[Candidate, ...]:
     sizes = [rows for rows in sizes_to_consider(profile) if rows < first.micro_batch]
     few = bool(profile.ran("modes")) and _is_told(profile, budget)
     head = (trial.candidate.micro_batch for trial in profile.stage("head")[:1] if trial.block_s)
-    larger = [rows for rows in head if rows > first.micro_batch] or _larger(profile, first, budget)
+    larger = [rows for rows in head if rows > first.micro_batch]
+    if not larger and profile.reference.accumulate > 1:  # The largest size that may fit, for a loop that accumulates.
+        model, limit = CostModel(profile), budget.memory_bytes or _MOST_BYTES
+        fit = (rows for rows in sizes_to_consider(profile) if model.may_fit(first.having(micro_batch=rows), limit))
+        larger = [rows for rows in fit if rows > first.micro_batch][:1]
     sizes = [*larger, *(sizes[:2][-1:] if few else sizes)]
     return (first, *(first.having(micro_batch=rows) for rows in sizes))
-
-
-def _larger(profile: Profile, first: Candidate, budget: Budget) -> list[int]:
-    """Return the largest size above the fastest mode's that may fit, if the loop accumulates; otherwise empty."""
-    if profile.reference.accumulate == 1:
-        return []
-    model, limit = CostModel(profile), budget.memory_bytes or _MOST_BYTES
-    fit = [rows for rows in sizes_to_consider(profile) if model.may_fit(first.having(micro_batch=rows), limit)]
-    return [rows for rows in fit if rows > first.micro_batch][:1]
 
 
 def _is_told(profile: Profile, budget: Budget) -> bool:
