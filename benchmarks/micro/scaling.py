@@ -55,7 +55,7 @@ from trimtab.experiments.task_loops import TaskLoops
 from trimtab.experiments.task_plans import loop_of, plan_task, profile_task
 from trimtab.experiments.task_ranks import job_ranks
 from trimtab.planner.communication_cost import window_s
-from trimtab.planner.rank_profile import WAYS
+from trimtab.planner.multi_rank_plan import WAYS
 from trimtab.plans.plan import Plan
 from trimtab.profiling.communication_profile import step_shape
 from trimtab.tasks.task import Task

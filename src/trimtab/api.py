@@ -31,8 +31,8 @@ from trimtab.distributed.zero_stage_inputs import StageMeasurements, of_replicas
 from trimtab.energy.energy_meter import EnergyClock
 from trimtab.energy.meter_selection import Metering as Metering
 from trimtab.energy.meter_selection import elsewhere_meter, find_meter, measurable
+from trimtab.planner.multi_rank_plan import of_any_rank
 from trimtab.planner.plan_choice import choose_there
-from trimtab.planner.rank_profile import of_any_rank
 from trimtab.plans.plan import Plan
 from trimtab.plans.profile import Profile
 from trimtab.profiling.communication_profile import step_shape

@@ -36,7 +36,7 @@ from trimtab.experiments import paired_run, phases, progress_bar, rank_plan_outp
 from trimtab.experiments.comparison import Comparison
 from trimtab.experiments.phase_result import PhaseResult
 from trimtab.measure import machine
-from trimtab.planner.rank_profile import WAYS, RankPeakMemory, Way
+from trimtab.planner.multi_rank_plan import WAYS, RankPeakMemory, Way
 from trimtab.plans.plan import Plan
 from trimtab.plans.profile import PROFILE_SCHEMA, Profile
 from trimtab.tasks import load_task

@@ -32,7 +32,7 @@ from trimtab.distributed.process_group import backends, max_over_ranks, total
 from trimtab.distributed.zero_stage_inputs import RankLoop
 from trimtab.measure.gradient_norms import local_shard
 from trimtab.measure.timing import time_call
-from trimtab.planner.dry_run_selection import DryRunResult, by_default, plan_for_gradients
+from trimtab.planner.multi_rank_plan import DryRunResult, by_default, plan_for_gradients
 from trimtab.planner.statistics import MIN_PAIRS_FOR_VERDICT, turns
 from trimtab.plans.plan import Plan
 from trimtab.profiling.measurement_notes import describe

@@ -12,11 +12,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import distribute_tensor
 
-from trimtab.core.errors import DependencyError, OptimizerError
+from trimtab.core.errors import OptimizerError
 from trimtab.distributed.ddp import broadcast_first
 from trimtab.distributed.host_gather import RankExchange
 from trimtab.measure.blocks import find_blocks
-from trimtab.planner.rank_profile import steps_shards_fused
+from trimtab.planner.multi_rank_plan import steps_shards_fused
 from trimtab.plans.plan import Plan
 from trimtab.training.backend import TorchBackend
 from trimtab.training.used_parameters import ShardedParameterUse
@@ -127,17 +127,9 @@ _REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 
 
 def send_in_bf16(model: nn.Module) -> None:
-    """Send a sharded model's gradients in bf16, accumulated in their dtype; `DependencyError` if torch cannot."""
+    """Send a sharded model's gradients in bf16, accumulated in their dtype."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            if not hasattr(module, "set_custom_reduce_scatter"):
-                raise DependencyError(
-                    "torch",
-                    problem=f"FSDP2 of torch {torch.__version__} cannot reduce gradients in bf16: it has no "
-                    "FSDPModule.set_custom_reduce_scatter.",
-                    hint='Install a newer torch, or use a plan with reduce_dtype="fp32".',
-                    code="torch.version_unsupported",
-                )
             module.set_custom_reduce_scatter(_InBf16())  # type: ignore[arg-type]  # torch's base class is private
 
 

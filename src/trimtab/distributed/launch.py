@@ -6,7 +6,6 @@ Must not import torch at the top: this code runs first in a rank, while the laun
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import json
 import os
 import signal
@@ -174,7 +173,6 @@ LAUNCHER, REPORTS = "TRIMTAB_LAUNCHER_PID", "TRIMTAB_RANK_REPORTS"  # environmen
 _ELASTIC = "TORCHELASTIC_RUN_ID"  # environment variable set by torchrun
 _LOOK_S = 0.5
 _SAVING_S = 60.0  # for a rank that handles SIGTERM, for instance by saving a checkpoint
-_SET_PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of Linux's prctl
 _DONE = "done"
 
 
@@ -220,15 +218,12 @@ class LaunchedRank:
         """End this process by SIGTERM when the launcher ends, even if blocked."""
         if not self._follows:
             return
-        if sys.platform == "linux":
-            with contextlib.suppress(OSError, AttributeError):
-                ctypes.CDLL(None).prctl(_SET_PARENT_DEATH_SIGNAL, int(signal.SIGTERM))
         if os.getppid() != self._parent:
             os._exit(128 + signal.SIGTERM)
         threading.Thread(target=self._watch, name="trimtab launcher watch", daemon=True).start()
 
     def _watch(self) -> None:
-        """End the process if the system sends no signal, or the signal has no effect."""
+        """End the process when the launcher has ended, first by SIGTERM."""
         while os.getppid() == self._parent:
             time.sleep(_LOOK_S)
         os.kill(os.getpid(), signal.SIGTERM)

@@ -16,14 +16,15 @@ from trimtab.distributed.bandwidth_test import calibrate
 from trimtab.distributed.dry_run import DryRuns
 from trimtab.distributed.process_group import from_first
 from trimtab.distributed.zero_stage_inputs import StageMeasurements, of_replicas
-from trimtab.planner.dry_run_selection import (
+from trimtab.planner.multi_rank_plan import (
     MOST_REHEARSALS,
     CompletedDryRuns,
     DryRunResult,
     by_default,
+    for_replicas,
     saying_unrehearsed,
+    with_fastest_communication,
 )
-from trimtab.planner.multi_rank_plan import for_replicas, with_fastest_communication
 from trimtab.plans.plan import Plan
 
 # Sent by rank 0 if the way to shard the model is chosen after the link is timed.

@@ -23,7 +23,7 @@ from trimtab.distributed.fsdp2 import names_of
 from trimtab.measure.fake_tensors import FakeTensors
 from trimtab.measure.storage_lifetimes import Autocast, LossFn, Phase, TracedStep, cannot_trace, make_state
 from trimtab.measure.storage_tracker import StorageTracker
-from trimtab.planner.rank_profile import WAYS, RankPeakMemory, Way, steps_shards_fused
+from trimtab.planner.multi_rank_plan import WAYS, RankPeakMemory, Way, steps_shards_fused
 from trimtab.plans.profile import Candidate
 from trimtab.profiling.candidate_traces import Batches, Sizes, apply_candidate, at_two_sizes, has_two_sizes
 from trimtab.techniques.mixed_precision import autocast as autocast_of

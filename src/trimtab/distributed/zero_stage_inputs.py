@@ -16,9 +16,8 @@ from trimtab.core.errors import DependencyError, InfeasibleError, ModelError
 from trimtab.core.hardware import LinkCalibration
 from trimtab.core.parallelism import StepShape
 from trimtab.distributed.rank_memory import trace_ways
-from trimtab.planner.dry_run_selection import CompletedDryRuns
+from trimtab.planner.multi_rank_plan import WAYS, CompletedDryRuns, RankPeakMemory, Way
 from trimtab.planner.plan_choice import choose
-from trimtab.planner.rank_profile import WAYS, RankPeakMemory, Way
 from trimtab.planner.zero_stage import choose_stage
 from trimtab.plans.plan import Plan
 from trimtab.plans.profile import SAME_BYTES, Candidate, Profile, TracedCandidate

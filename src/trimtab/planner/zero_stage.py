@@ -18,10 +18,20 @@ from trimtab.core.objective import Budget, Objective
 from trimtab.core.parallelism import StepShape
 from trimtab.core.units import format_bytes, format_seconds
 from trimtab.planner.communication_cost import WindowCost
-from trimtab.planner.dry_run_selection import CompletedDryRuns, DryRunResult, saying_missed
-from trimtab.planner.multi_rank_plan import WORTH, ways_to_send, with_fastest_communication
+from trimtab.planner.multi_rank_plan import (
+    WAYS,
+    WORTH,
+    CompletedDryRuns,
+    DryRunResult,
+    RankPeakMemory,
+    Way,
+    at_stage,
+    profile_for_stage,
+    saying_missed,
+    ways_to_send,
+    with_fastest_communication,
+)
 from trimtab.planner.plan_choice import choose_each
-from trimtab.planner.rank_profile import WAYS, RankPeakMemory, Way, at_stage, profile_for_stage
 from trimtab.planner.search_space import WORTH_A_RUN
 from trimtab.plans.plan import Plan
 from trimtab.plans.profile import Profile

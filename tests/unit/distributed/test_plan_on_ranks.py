@@ -21,7 +21,7 @@ from trimtab.core.progress import silent
 from trimtab.distributed import backend_selection, plan_on_ranks, zero_stage_inputs
 from trimtab.distributed.zero_stage_inputs import StageMeasurements
 from trimtab.losses import Summed
-from trimtab.planner.dry_run_selection import MOST_REHEARSALS, DryRunResult, by_default, way_of
+from trimtab.planner.multi_rank_plan import MOST_REHEARSALS, DryRunResult, by_default, way_of
 from trimtab.planner.plan_choice import choose
 from trimtab.plans.plan import Plan
 from trimtab.profiling.communication_profile import step_shape
