@@ -163,12 +163,9 @@ def step_seconds(
     for cost, how in ((measured, "measured"), (predicted, "predicted")):
         if cost is not None:
             return cost.step_s, f"{how} by the plan, without evaluations"
-    raise ValueGivenError(
-        "--when-clean",
-        problem="--when-clean needs the duration of the run, and the plan has no step time.",
-        hint="Pass the duration with --takes, such as --takes 5h, or a measured plan.",
-        code="carbon.duration_unknown",
-    )
+    problem = "--when-clean needs the duration of the run, and the plan has no step time."
+    hint = "Pass the duration with --takes, such as --takes 5h, or a measured plan."
+    raise ValueGivenError("--when-clean", problem=problem, hint=hint, code="carbon.duration_unknown")
 
 
 def power_of(
@@ -189,12 +186,9 @@ def power_of(
         assumed = f"unknown: emissions assume {ASSUMED_W:g} W while training and none while waiting"
         return MachinePower(ASSUMED_W, 0.0, f"{assumed}; relative savings are valid")
     else:
-        raise ValueGivenError(
-            "--idle-watts",
-            problem=f"--idle-watts {idle_watts:g} needs the power while training, which is unknown.",
-            hint="Pass --energy-watts too, or a plan with measured energy.",
-            code="carbon.power_unknown",
-        )
+        problem = f"--idle-watts {idle_watts:g} needs the power while training, which is unknown."
+        hint = "Pass --energy-watts too, or a plan with measured energy."
+        raise ValueGivenError("--idle-watts", problem=problem, hint=hint, code="carbon.power_unknown")
     if idle_watts is not None:
         return MachinePower(watts, idle_watts, f"{known}; {idle_watts:g} W while waiting (given)")
     if known_idle is not None:

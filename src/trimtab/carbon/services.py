@@ -195,12 +195,8 @@ class WattTime:
 def named(given: str, kind: str | None) -> ConstantIntensity | CsvIntensity:
     """Return the source named by a constant in g/kWh or the path of a CSV file; `ValueGivenError` without a kind."""
     if kind is None:
-        raise ValueGivenError(
-            "carbon.kind",
-            problem=f"The carbon intensity {given} has no kind.",
-            hint=f"Pass the kind {' or '.join(KINDS)}, as in --carbon-kind average.",
-            code="carbon.kind_missing",
-        )
+        problem, hint = f"The carbon intensity {given} has no kind.", f"Pass the kind {' or '.join(KINDS)}."
+        raise ValueGivenError("carbon.kind", problem=problem, hint=hint, code="carbon.kind_missing")
     g_per_kwh = number_or_none(given)
     return CsvIntensity(given, kind) if g_per_kwh is None else ConstantIntensity(g_per_kwh, kind)
 
@@ -226,12 +222,9 @@ def source_named(given: str, kind: str | None) -> IntensitySource:
         expected = "a CSV file, grams per kWh, great-britain, electricity-maps:ZONE or watttime:REGION"
         raise ValueGivenError("carbon", got=repr(given), expected=expected, code="carbon.source_unknown")
     if kind not in (None, service.kind):
-        raise ValueGivenError(
-            "carbon.kind",
-            problem=f"{service.name} forecasts {service.kind} intensity, not {kind}.",
-            hint=f"Pass {service.kind}, or leave the kind out.",
-            code="carbon.kind_differs",
-        )
+        problem = f"{service.name} forecasts {service.kind} intensity, not {kind}."
+        hint = f"Pass {service.kind}, or leave the kind out."
+        raise ValueGivenError("carbon.kind", problem=problem, hint=hint, code="carbon.kind_differs")
     return service
 
 

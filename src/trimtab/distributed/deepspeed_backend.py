@@ -114,18 +114,12 @@ def config_of(plan: Plan, num_elements: int) -> dict[str, Any]:
         raise ValueGivenError("plan.engine", got=repr(plan.engine.value), expected="'deepspeed'")
     for name, bad in (("precision", "fp16"), ("compiled", True)):
         if getattr(plan, name).value == bad:
-            raise ValueGivenError(
-                f"plan.{name}",
-                problem=f"engine='deepspeed' does not support {name}={bad!r}.",
-                hint=f"Choose another {name}, or engine='torch'.",
-            )
+            problem = f"engine='deepspeed' does not support {name}={bad!r}."
+            raise ValueGivenError(f"plan.{name}", problem=problem, hint=f"Choose another {name}, or engine='torch'.")
     if plan.batch_rule is not None:
-        raise ValueGivenError(
-            "plan.batch_rule",
-            problem="engine='deepspeed' does not support an adaptive batch size: DeepSpeed does not expose the "
-            "gradients that the noise scale is computed from.",
-            hint="Plan without adapt='batch', or choose engine='torch'.",
-        )
+        problem = "engine='deepspeed' does not support an adaptive batch size: DeepSpeed does not expose gradients."
+        hint = "Plan without adapt='batch', or choose engine='torch'."
+        raise ValueGivenError("plan.batch_rule", problem=problem, hint=hint)
     wanted = int(plan.bucket_bytes.value or BUCKET_BYTES) // 4
     bucket = max(2, min(wanted, num_elements // 2 * 2 + 2))  # DeepSpeed's stages require an even number.
     zero = {
@@ -201,12 +195,9 @@ class DeepSpeedZero:
         self._used.end_backward(last=self._is_last)
 
     def multiply(self, factor: float | Tensor) -> None:
-        raise LoopError(
-            "run.unscale",
-            problem="run.unscale() is not available with DeepSpeed, which keeps gradients in its own shards.",
-            hint="Call run.step() only, and clip gradients with trimtab.start(..., clip_norm=...).",
-            code="deepspeed.no_unscale",
-        )
+        problem = "run.unscale() is not available with DeepSpeed, which keeps gradients in its own shards."
+        hint = "Call run.step() only, and clip gradients with trimtab.start(..., clip_norm=...)."
+        raise LoopError("run.unscale", problem=problem, hint=hint, code="deepspeed.no_unscale")
 
     def finish(self, factor: float | Tensor, clip_norm: float | None, *, wants_norm: bool = False) -> Tensor | None:
         """Set the factor on the gradient and the clipping limit; return the norm, a tensor that the step fills."""

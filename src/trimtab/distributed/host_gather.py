@@ -117,15 +117,9 @@ class ErrorStore:
 
 def _no_answer(silent: Sequence[int], ranks: int) -> RankError:
     """Return the error for ranks without an answer to a roll call."""
-    one = len(silent) == 1
-    names = f"Rank {silent[0]}" if one else f"Ranks {', '.join(map(str, silent))}"
-    error = RankError(
-        f"rank {silent[0]}",
-        got="no answer",
-        problem=f"{names} of {ranks} ranks {'does' if one else 'do'} not respond.",
-        hint=_SILENT,
-        code=SILENT,
-    )
+    names = f"Rank {silent[0]}" if len(silent) == 1 else f"Ranks {', '.join(map(str, silent))}"
+    problem = f"{names} of {ranks} ranks {'does' if len(silent) == 1 else 'do'} not respond."
+    error = RankError(f"rank {silent[0]}", got="no answer", problem=problem, hint=_SILENT, code=SILENT)
     error.ranks = tuple(silent)
     return error
 

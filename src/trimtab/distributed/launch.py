@@ -153,18 +153,10 @@ def ranks_failed(errors: Mapping[int, str]) -> RankError:
 
 
 def rank_lost(rank: int, reason: str) -> RankError:
-    """Return the error for an awaited rank without heartbeats.
-
-    Args:
-        reason: clause such as "no heartbeat for 60 s".
-    """
-    error = RankError(
-        f"rank {rank}",
-        got=reason,
-        problem=f"Rank {rank} was lost ({reason}).",
-        hint=f"Check the log of rank {rank} and its machine: the process was stopped or killed, or the machine failed.",
-        code=SILENT,
-    )
+    """Return the error for an awaited rank without heartbeats; `reason` is a clause such as "no heartbeat for 60 s"."""
+    problem = f"Rank {rank} was lost ({reason})."
+    hint = f"Check the log of rank {rank} and its machine: the process was stopped or killed, or the machine failed."
+    error = RankError(f"rank {rank}", got=reason, problem=problem, hint=hint, code=SILENT)
     error.ranks = (rank,)
     return error
 

@@ -63,12 +63,9 @@ def job_position(environment: Mapping[str, str] | None = None) -> JobPosition:
         if rank in variables and number in variables:
             found = JobPosition(*(_number(name, variables.get(name, "0")) for name in (rank, number, local)))
             if found.rank >= found.num_ranks:
-                raise ValueGivenError(
-                    rank,
-                    problem=f"{rank}={found.rank} is not below {number}={found.num_ranks}.",
-                    hint="Start the ranks with torchrun or srun, which set both variables.",
-                    code=ENVIRONMENT,
-                )
+                problem = f"{rank}={found.rank} is not below {number}={found.num_ranks}."
+                hint = "Start the ranks with torchrun or srun, which set both variables."
+                raise ValueGivenError(rank, problem=problem, hint=hint, code=ENVIRONMENT)
             return found
     return JobPosition()
 
@@ -152,12 +149,9 @@ def _require_meeting_point() -> None:
     try:
         socket.getaddrinfo(address, port)  # torch itself would retry for minutes
     except (OSError, UnicodeError) as error:
-        raise ValueGivenError(
-            "MASTER_ADDR",
-            problem=f"This machine cannot resolve MASTER_ADDR={address!r} ({error}).",
-            hint="Check the spelling and the DNS of this machine, or set the IP address of rank 0's machine.",
-            code=ENVIRONMENT,
-        ) from error
+        problem = f"This machine cannot resolve MASTER_ADDR={address!r} ({error})."
+        hint = "Check the spelling and the DNS of this machine, or set the IP address of rank 0's machine."
+        raise ValueGivenError("MASTER_ADDR", problem=problem, hint=hint, code=ENVIRONMENT) from error
 
 
 @contextlib.contextmanager

@@ -176,13 +176,12 @@ def _require_one_order(batch: Sequence[int], facts: Mapping[str, Any]) -> None:
     if not (dist.is_available() and dist.is_initialized()) or is_apart():
         return
     said = gather_objects([text_of(value) for value in (list(batch), *facts.values())])
-    names = ("order of samples", *facts)
-    for name, *texts in zip(names, *said, strict=False):
+    for name, *texts in zip(("order of samples", *facts), *said, strict=False):
         if len(set(texts)) > 1:
+            differences = differing_texts(name, texts)
             raise BatchError(
                 "loader",
-                problem=f"The ranks' loaders differ, so some samples would be missed and others repeated: "
-                f"{differing_texts(name, texts)}.",
+                problem=f"The ranks' loaders differ, so samples would be missed or repeated: {differences}.",
                 hint="Use the same dataset and seed on all ranks: "
                 "DataLoader(..., generator=torch.Generator().manual_seed(seed)).",
                 code=DIFFER,

@@ -149,8 +149,6 @@ def choose_stage(
     if not feasible:
         raise InfeasibleError(
             "budget",
-            got=f"stage {found[-1].way[0]}: {found[-1]}",
-            expected="a budget that some ZeRO stage meets",
             problem=f"No ZeRO stage on {ranks} ranks meets the budget. Stage {found[-1].way[0]}: {found[-1]}.",
             hint="Raise the budget, or use more ranks.",
         )
