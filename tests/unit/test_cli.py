@@ -29,7 +29,7 @@ from trimtab.core.errors import ValueGivenError
 from trimtab.core.record import read_record
 from trimtab.core.serialization import from_json, read_json, to_json
 from trimtab.distributed.deepspeed_backend import config_of
-from trimtab.distributed.zero_stage_inputs import traces_of_ranks
+from trimtab.distributed.plan_on_ranks import traces_of_ranks
 from trimtab.energy import meter_selection
 from trimtab.energy.energy_meter import NoMeter
 from trimtab.experiments import paired_run, phases, progress_bar, rank_plan_output

@@ -29,7 +29,6 @@ from trimtab.core.progress import silent
 from trimtab.distributed.backend_selection import backend_of
 from trimtab.distributed.host_gather import RankExchange
 from trimtab.distributed.process_group import backends, max_over_ranks, total
-from trimtab.distributed.zero_stage_inputs import RankLoop
 from trimtab.measure.gradient_norms import local_shard
 from trimtab.measure.timing import time_call
 from trimtab.planner.multi_rank_plan import DryRunResult, by_default, plan_for_gradients
@@ -47,6 +46,7 @@ from trimtab.training.run import LossFn, Run
 from trimtab.training.window_snapshot import bytes_to_begin_anew, recovers_from
 
 T = TypeVar("T")
+RankLoop = tuple[nn.Module, Optimizer, LossFn, Any]  # of a rank, with its part of a batch on the model's device
 
 _WARM_WINDOWS = 2  # DDP rebuilds its buckets in the second step
 _MOST_WARM = 20  # fp16 adjusts its loss scale

@@ -19,7 +19,7 @@ from trimtab.core.objective import Budget, Objective
 from trimtab.core.parallelism import ENGINES
 from trimtab.core.serialization import is_stream, to_json, write_result, write_whole
 from trimtab.distributed.deepspeed_backend import config_of
-from trimtab.distributed.zero_stage_inputs import traces_of_ranks, with_traces
+from trimtab.distributed.plan_on_ranks import traces_of_ranks, with_traces
 from trimtab.experiments.task_plans import loop_of, profile_task, profile_there, task_of_rank
 from trimtab.measure.fake_tensors import FakeCudaMode
 from trimtab.measure.machine import device_name
