@@ -26,7 +26,7 @@ import trimtab
 from trimtab.core.errors import TrimtabError
 from trimtab.core.parallelism import Parallelism
 from trimtab.core.serialization import to_jsonable
-from trimtab.distributed import dry_run
+from trimtab.distributed import dry_run, plan_on_ranks
 from trimtab.distributed.rank_memory import trace_rank
 from trimtab.planner.zero_stage import GLOO_ONCE
 from trimtab.plans.plan import Plan

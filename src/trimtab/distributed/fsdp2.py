@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -215,16 +216,11 @@ def blocks_apart(model: nn.Module, named: tuple[str, ...]) -> list[nn.Module]:
     """Return a model's blocks without parameters shared with other modules; the root module keeps shared parameters."""
     modules = dict(model.named_modules(remove_duplicate=False))
     blocks = [modules[name] for name in find_blocks(model, named)]
-    uses: dict[Tensor, int] = {}
-    for module in set(model.modules()):
-        for parameter in set(module.parameters(recurse=False)):
-            uses[parameter] = uses.get(parameter, 0) + 1
 
-    def is_apart(block: nn.Module) -> bool:
-        within: dict[Tensor, int] = {}
-        for module in set(block.modules()):
-            for parameter in set(module.parameters(recurse=False)):
-                within[parameter] = within.get(parameter, 0) + 1
-        return bool(within) and all(uses[parameter] == count for parameter, count in within.items())
+    def uses(module: nn.Module) -> Counter[Tensor]:
+        """Return the number of submodules by parameter that they hold."""
+        return Counter(p for each in set(module.modules()) for p in set(each.parameters(recurse=False)))
 
-    return [block for block in blocks if is_apart(block)]
+    everywhere = uses(model)
+    within = ((block, uses(block)) for block in blocks)
+    return [block for block, own in within if own and all(everywhere[p] == count for p, count in own.items())]
