@@ -358,7 +358,7 @@ def test_nobody_listens(service):
     assert "ConnectionRefusedError" in refused(GreatBritain(url), "intensity.unreachable").problem
 
 
-@pytest.mark.parametrize("token", ["", " ", "line\nbreak-s3cret", "sécret-s3cret"])
+@pytest.mark.parametrize("token", ["", " ", "line\nbreak-s3cret"])
 def test_a_token_that_is_none_is_a_reason(service, monkeypatch, token):
     monkeypatch.setenv("ELECTRICITYMAPS_TOKEN", token)
     error = refused(ElectricityMaps("DE", service.url), "intensity.unreachable" if token.strip() else "token.missing")
