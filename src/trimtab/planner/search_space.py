@@ -182,6 +182,8 @@ def put_first(profile: Profile, objective: Objective, budget: Budget) -> tuple[C
     if chosen and chosen[0].candidate.recompute is not None:  # Recomputation may fail its proof.
         plain = [point for point in fitting if point.candidate.recompute is None]
         chosen += [min(plain, key=lambda point: scores[point.candidate])] if plain else []
+    if chosen and chosen[0].candidate.compiled and chosen[0].candidate.loss_chunk:  # Compilers may chunk by themselves.
+        chosen += [point for point in fitting if point.candidate == chosen[0].candidate.having(loss_chunk=None)]
     chosen += _doubted(fitting, best, scores, profile) if chosen and not profile.over_time_budget else []
     return tuple(dict.fromkeys(p.candidate for p in chosen if p.candidate != profile.reference_candidate))
 
