@@ -35,7 +35,7 @@ from trimtab.core.parallelism import StepShape
 from trimtab.core.serialization import from_jsonable, to_jsonable
 from trimtab.distributed import ddp, dry_run, host_gather, plan_on_ranks, process_group
 from trimtab.distributed.dry_run import DryRuns, of_live
-from trimtab.distributed.zero_stage_inputs import StageMeasurements
+from trimtab.distributed.plan_on_ranks import StageMeasurements
 from trimtab.measure.gradient_norms import local_shard
 from trimtab.plans.plan import Plan
 from trimtab.state.peak_memory import peak_growth, storage_bytes

@@ -26,7 +26,7 @@ import trimtab
 from trimtab.core.errors import TrimtabError
 from trimtab.core.parallelism import Parallelism
 from trimtab.core.serialization import to_jsonable
-from trimtab.distributed import dry_run, zero_stage_inputs
+from trimtab.distributed import dry_run, plan_on_ranks
 from trimtab.distributed.rank_memory import trace_rank
 from trimtab.planner.zero_stage import GLOO_ONCE
 from trimtab.plans.plan import Plan
@@ -75,9 +75,9 @@ class Counted:
     """A function that traces a loop, and how often it was called; the same trace of the same loop is made once."""
 
     def __init__(self, name: str) -> None:
-        self._function, self.calls = getattr(zero_stage_inputs, name), 0
+        self._function, self.calls = getattr(plan_on_ranks, name), 0
         self._found: dict[str, object] = {}
-        setattr(zero_stage_inputs, name, self)
+        setattr(plan_on_ranks, name, self)
 
     def __call__(self, model, optimizer, loss_fn, batch, *how, **named):
         self.calls += 1

@@ -54,7 +54,7 @@ from trimtab.experiments.subject import RunOptions, Subject
 from trimtab.experiments.task_loops import TaskLoops
 from trimtab.experiments.task_plans import job_ranks, loop_of, plan_task, profile_task
 from trimtab.planner.communication_cost import window_s
-from trimtab.planner.rank_profile import WAYS
+from trimtab.planner.multi_rank_plan import WAYS
 from trimtab.plans.plan import Plan
 from trimtab.profiling.communication_profile import step_shape
 from trimtab.tasks.task import Task

@@ -24,15 +24,14 @@ from trimtab.core.record import RecordWriter
 from trimtab.core.stopping_rule import Stop
 from trimtab.distributed.backend_selection import backend_of, is_to_share, require_plannable
 from trimtab.distributed.dry_run import of_live
-from trimtab.distributed.plan_on_ranks import BroadcastPlan, plan_together
+from trimtab.distributed.plan_on_ranks import BroadcastPlan, StageMeasurements, of_replicas, plan_together, share_of
 from trimtab.distributed.process_group import has_peers
 from trimtab.distributed.rank_consistency import require_same_loop
-from trimtab.distributed.zero_stage_inputs import StageMeasurements, of_replicas, share_of
 from trimtab.energy.energy_meter import EnergyClock
 from trimtab.energy.meter_selection import Metering as Metering
 from trimtab.energy.meter_selection import elsewhere_meter, find_meter, measurable
+from trimtab.planner.multi_rank_plan import of_any_rank
 from trimtab.planner.plan_choice import choose_there
-from trimtab.planner.rank_profile import of_any_rank
 from trimtab.plans.plan import Plan
 from trimtab.plans.profile import Profile
 from trimtab.profiling.communication_profile import step_shape

@@ -18,7 +18,7 @@ from trimtab.core.errors import DependencyError, ModelError, ValueGivenError
 from trimtab.core.parallelism import Parallelism
 from trimtab.distributed import rank_memory
 from trimtab.distributed.rank_memory import absent_ranks, mesh_of_all, trace_rank
-from trimtab.planner.rank_profile import WAYS
+from trimtab.planner.multi_rank_plan import WAYS
 from trimtab.plans.profile import Candidate
 
 pytestmark = pytest.mark.slow

@@ -57,7 +57,6 @@ RANK = """
         found["absent"] = ranks.read(ResultTable, folder / "absent.json") is None
         ranks.write(folder / f"of-{rank}.json", table)
         found["read"] = ranks.read(ResultTable, folder / f"of-{rank}.json").values
-        found["turn"] = ranks.in_turn(lambda: [time.time(), time.sleep(0.2), time.time()])
         torch.manual_seed(0)
         ranks.draw_apart(0)
         found["draws"] = torch.rand(2).tolist()
@@ -104,7 +103,6 @@ def test_figures_and_files_are_rank_0s_on_all(found):
         assert each["absent"]
     assert (folder / "of-0.json").exists()
     assert not (folder / "of-1.json").exists()
-    assert ranks[0]["turn"][2] <= ranks[1]["turn"][0]
 
 
 def test_each_rank_draws_numbers_of_its_own(found):

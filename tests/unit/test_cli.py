@@ -30,14 +30,14 @@ from trimtab.core.errors import ValueGivenError
 from trimtab.core.record import read_record
 from trimtab.core.serialization import from_json, read_json, to_json
 from trimtab.distributed.deepspeed_backend import config_of
-from trimtab.distributed.zero_stage_inputs import traces_of_ranks
+from trimtab.distributed.plan_on_ranks import traces_of_ranks
 from trimtab.energy import meter_selection
 from trimtab.energy.energy_meter import NoMeter
 from trimtab.experiments import paired_run, phases, progress_bar, rank_plan_output
 from trimtab.experiments.comparison import Comparison
 from trimtab.experiments.phase_result import PhaseResult
 from trimtab.measure import machine
-from trimtab.planner.rank_profile import WAYS, RankPeakMemory, Way
+from trimtab.planner.multi_rank_plan import WAYS, RankPeakMemory, Way
 from trimtab.plans.plan import Plan
 from trimtab.plans.profile import PROFILE_SCHEMA, Profile
 from trimtab.tasks import load_task

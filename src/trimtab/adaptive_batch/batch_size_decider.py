@@ -102,8 +102,7 @@ class BatchSizeDecider(Stateful):
         self._note_k(self.k, "k.held", f"unchanged: {reason}")
 
     def _note_k(self, k: int, code: str, reason: str, *, before: int | None = None, **more: Any) -> None:
-        figures = {"from": before or self.k, "to": k, "wanted": None, "code": code, "reason": reason}
-        self._note("k", figures | more)
+        self._note("k", {"from": before or self.k, "to": k, "wanted": None, "code": code, "reason": reason} | more)
 
     def review(self) -> None:
         """Pause measuring if it costs more than the best k would save."""

@@ -118,7 +118,9 @@ def decide(rule: BatchRule, standing: PolicyInput) -> BatchSizeDecision:
     if rule.policy == "fixed":
         return BatchSizeDecision(standing.k, "constant k", code="k.fixed")
     if rule.policy == "throughput_per_memory":
-        return _best_trial(rule)
+        best = throughput_per_memory({k: (throughput, memory) for k, throughput, memory in rule.trials})
+        reason = f"k = {best} has the highest throughput per byte of {len(rule.trials)} trials"
+        return BatchSizeDecision(best, reason, best, "k.best_trial")
     missing = _missing(rule, standing)
     if missing is not None:
         return BatchSizeDecision(standing.k, f"unchanged: {missing.text}", code=missing.code)
@@ -155,12 +157,6 @@ def throughput_per_memory(trials: Mapping[int, tuple[float, float]]) -> int:
     Source: paper eq. 9, exactly, at one effective batch size.
     """
     return max(sorted(trials), key=lambda k: trials[k][0] / trials[k][1])
-
-
-def _best_trial(rule: BatchRule) -> BatchSizeDecision:
-    best = throughput_per_memory({k: (throughput, memory) for k, throughput, memory in rule.trials})
-    reason = f"k = {best} has the highest throughput per byte of {len(rule.trials)} trials"
-    return BatchSizeDecision(best, reason, best, "k.best_trial")
 
 
 def is_known_well(rule: BatchRule, noise: NoiseEstimate | None) -> bool:
@@ -203,13 +199,9 @@ def could_save(rule: BatchRule, standing: PolicyInput) -> float:
 
 def _saved(rule: BatchRule, standing: PolicyInput, scale: float, base_k: int) -> tuple[int, float]:
     """Return the best k at a noise scale, and the fraction of time to a loss that it saves compared with `base_k`."""
-    unit = standing.unit
-
-    def cost(k: int) -> float:
-        return standing.relative_time(k, scale)
-
-    best = min(range(unit, largest_k(rule, unit) + 1, unit), key=cost)
-    return best, 1 - cost(best) / cost(base_k)
+    units = range(standing.unit, largest_k(rule, standing.unit) + 1, standing.unit)
+    best = min(units, key=lambda k: standing.relative_time(k, scale))
+    return best, 1 - standing.relative_time(best, scale) / standing.relative_time(base_k, scale)
 
 
 def _missing(rule: BatchRule, standing: PolicyInput) -> Note | None:
@@ -240,23 +232,15 @@ def _goodput(rule: BatchRule, standing: PolicyInput) -> tuple[int, float, str]:
     noise, times = standing.noise, standing.times
     assert noise is not None
     assert times is not None
-    scale, unit, most = noise.scale, standing.unit, largest_k(rule, standing.unit)
-
-    def cost(k: int) -> float:
-        return standing.relative_time(k, scale)
-
     rows = standing.micro_batch_samples * standing.num_ranks
-    wanted = goodput_k(scale, rows, times, normalises=standing.normalises)
-    below = max(unit, math.floor(min(wanted, most) / unit) * unit)
-    best = min((below, min(below + unit, most)), key=cost)
+    wanted = goodput_k(noise.scale, rows, times, normalises=standing.normalises)
+    best, saved = _saved(rule, standing, noise.scale, standing.k)
     # The gain is measured at the final k, because each step on the way may gain less than the hysteresis.
-    gain = cost(standing.k) / cost(best) - 1
+    gain = saved / (1 - saved)
     k = _stepped(best, standing) if gain > HYSTERESIS else standing.k
     why = f"; k = {best} reaches a loss {100 * gain:.2g}% faster" if k != standing.k else ""
-    figures = (
-        f"noise scale {scale:.3g} samples, {times.micro_s:.3g} s per micro-batch, {times.fixed_s:.3g} s fixed per step"
-    )
-    return k, wanted, f"{figures}: optimal k = {wanted:.3g}{why}"
+    seconds = f"{times.micro_s:.3g} s per micro-batch, {times.fixed_s:.3g} s fixed per step"
+    return k, wanted, f"noise scale {noise.scale:.3g} samples, {seconds}: optimal k = {wanted:.3g}{why}"
 
 
 def _norm_test(rule: BatchRule, standing: PolicyInput) -> tuple[int, float, str]:

@@ -72,7 +72,8 @@ def window_noise(mean_norm2: float, norm2: float, spread: float, squares: float,
     if num < 2 or not spread > 0:
         return None
     trace = (mean_norm2 - norm2) / spread
-    return found_by(trace, norm2 - trace * squares, num, 1 / squares)
+    is_finite = math.isfinite(trace) and math.isfinite(norm2)
+    return WindowNoise(trace, norm2 - trace * squares, num, 1 / squares) if is_finite else None
 
 
 def from_partial_sums(norms2: Sequence[float], rows: Sequence[float]) -> WindowNoise | None:
@@ -85,7 +86,8 @@ def from_partial_sums(norms2: Sequence[float], rows: Sequence[float]) -> WindowN
     if weights is None or not all(map(math.isfinite, norms2)):
         return None
     trace, norm2 = (sum(w * norm for w, norm in zip(each, norms2, strict=True)) for each in weights)
-    return found_by(trace, norm2, len(rows), math.fsum(rows))
+    is_finite = math.isfinite(trace) and math.isfinite(norm2)
+    return WindowNoise(trace, norm2, len(rows), math.fsum(rows)) if is_finite else None
 
 
 def partial_sum_weights(rows: Sequence[float]) -> tuple[list[float], list[float]] | None:
@@ -104,13 +106,6 @@ def partial_sum_weights(rows: Sequence[float]) -> tuple[list[float], list[float]
     slope = [(x - mean) / spread for x in sums]
     intercept = [1 / len(sums) - mean * each for each in slope]
     return [w / x for w, x in zip(intercept, sums, strict=True)], [w / x for w, x in zip(slope, sums, strict=True)]
-
-
-def found_by(trace: float, norm2: float, num: float, rows: float) -> WindowNoise | None:
-    """Return the estimates, or None if they are non-finite."""
-    if not (math.isfinite(trace) and math.isfinite(norm2)):
-        return None
-    return WindowNoise(trace, norm2, num, rows)
 
 
 class NoiseAverage(Stateful):
@@ -149,9 +144,7 @@ class NoiseAverage(Stateful):
         self.trace += (window.trace - self.trace) * step
         self.energy += (unit - self.energy) * step
         self.trace_share += (window.trace / unit - self.trace_share) * step
-        self._add_norm2(window.norm2 / unit, window.norm2_weight, keep)
-
-    def _add_norm2(self, share: float, weight: float, keep: float) -> None:
+        share, weight = window.norm2 / unit, window.norm2_weight
         self.norm2_weight = keep * self.norm2_weight + weight
         self.norm2_weight2 = keep**2 * self.norm2_weight2 + weight
         before = share - self.norm2_share
@@ -165,13 +158,11 @@ class NoiseAverage(Stateful):
             return None
         are_known = self.trace > 0 and self.trace_share > 0
         unit = self.trace / self.trace_share if are_known else self.energy
-        return NoiseEstimate(self.trace, unit * self.norm2_share, unit * self._norm2_error(), self.num_windows)
-
-    def _norm2_error(self) -> float:
-        """Return the standard error of G2; a step's variance is inversely proportional to its weight."""
+        # A step's variance is inversely proportional to its weight.
         left = self.count - self.norm2_weight2 / self.norm2_weight
-        unit = self.spread / left if left > 1e-9 else math.inf  # variance of a step of weight 1
-        return math.sqrt(unit * self.norm2_weight2) / self.norm2_weight
+        variance = self.spread / left if left > 1e-9 else math.inf  # of a step of weight 1
+        error = math.sqrt(variance * self.norm2_weight2) / self.norm2_weight
+        return NoiseEstimate(self.trace, unit * self.norm2_share, unit * error, self.num_windows)
 
     def state_dict(self) -> dict[str, float]:
         """Return the averages for a resumed run."""

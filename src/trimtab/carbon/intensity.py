@@ -1,7 +1,7 @@
 """CO2 equivalent of energy: joules times the average or the marginal carbon intensity of a grid.
 
-The average intensity covers all generation that feeds the grid; the marginal intensity covers the generation of an
-additional kilowatt-hour. Figures of the two kinds are never added.
+The average intensity covers all generation that feeds the grid; the marginal intensity covers an additional
+kilowatt-hour. Figures of the two kinds are never added.
 """
 
 from __future__ import annotations
@@ -93,12 +93,16 @@ def of_csv(text: str, kind: str) -> Intensity:
         where = f"carbon:{line}"
         if None in row:  # An unquoted 1,234 makes two cells, and would be read as 1.
             found = f"more cells than columns ({', '.join(row[None])!r:.40})"
-            raise FormatError(
-                where, got=found, expected="one cell per column", hint=_NO_THOUSANDS, code="csv.extra_cell"
-            )
+            raise FormatError(where, got=found, expected="one cell per column", hint=_NO_THOUSANDS, code="csv.number")
         if not row.keys() >= set(COLUMNS):
             raise FormatError("carbon", got=f"columns {', '.join(row)}", expected=expected, code="csv.columns")
-        steps.append((_seconds(row["time"] or "", where), _grams(row["g_per_kwh"] or "", where)))
+        try:
+            at_s = time_of(row["time"] or "")
+        except ValueError as error:
+            given = f"{row['time']!r:.40} ({error})"
+            expected_time = "an ISO 8601 time with an offset from UTC, such as 2026-03-01T00:30+01:00"
+            raise FormatError(where, got=given, expected=expected_time, code="csv.time") from None
+        steps.append((at_s, _grams(row["g_per_kwh"] or "", where)))
         if len(steps) > 1 and not steps[-2][0] < steps[-1][0]:
             found = f"{format_moment(steps[-1][0])} after {format_moment(steps[-2][0])}"
             raise FormatError(where, got=found, expected="times in ascending order", code="csv.order")
@@ -107,16 +111,8 @@ def of_csv(text: str, kind: str) -> Intensity:
     return Intensity(kind, tuple(steps), 2 * steps[-1][0] - steps[-2][0])
 
 
-def _seconds(text: str, where: str) -> float:
-    try:
-        return time_of(text)
-    except ValueError as error:
-        expected = "an ISO 8601 time with an offset from UTC, such as 2026-03-01T00:30+01:00"
-        raise FormatError(where, got=f"{text!r:.40} ({error})", expected=expected, code="csv.time") from None
-
-
 def _grams(text: str, where: str) -> float:
-    found = None if "_" in text else number_or_none(text)  # Python's digit grouping (1_000) is not valid in a CSV.
+    found = number_or_none(text)
     if found is None or not 0 <= found < math.inf:
         expected = "a finite number of grams per kWh, at least 0"
         hint = _NO_THOUSANDS if "," in text else ""

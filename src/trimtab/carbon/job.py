@@ -163,13 +163,9 @@ def step_seconds(
     for cost, how in ((measured, "measured"), (predicted, "predicted")):
         if cost is not None:
             return cost.step_s, f"{how} by the plan, without evaluations"
-    raise ValueGivenError(
-        "--when-clean",
-        got="no step time",
-        problem="--when-clean needs the duration of the run, and the plan has no step time.",
-        hint="Pass the duration with --takes, such as --takes 5h, or a measured plan.",
-        code="carbon.duration_unknown",
-    )
+    problem = "--when-clean needs the duration of the run, and the plan has no step time."
+    hint = "Pass the duration with --takes, such as --takes 5h, or a measured plan."
+    raise ValueGivenError("--when-clean", problem=problem, hint=hint, code="carbon.duration_unknown")
 
 
 def power_of(
@@ -177,7 +173,8 @@ def power_of(
 ) -> MachinePower:
     """Return the power for emissions: as given, else from a plan's cost and meter, else 1 kW.
 
-    Raises `ValueGivenError` if `idle_watts` is given, but the power while training is unknown.
+    Raises:
+        ValueGivenError: `idle_watts` is given, but the power while training is unknown.
     """
     known_idle = None
     if watts is not None:
@@ -189,13 +186,9 @@ def power_of(
         assumed = f"unknown: emissions assume {ASSUMED_W:g} W while training and none while waiting"
         return MachinePower(ASSUMED_W, 0.0, f"{assumed}; relative savings are valid")
     else:
-        raise ValueGivenError(
-            "--idle-watts",
-            got=f"{idle_watts:g}",
-            problem=f"--idle-watts {idle_watts:g} needs the power while training, which is unknown.",
-            hint="Pass --energy-watts too, or a plan with measured energy.",
-            code="carbon.power_unknown",
-        )
+        problem = f"--idle-watts {idle_watts:g} needs the power while training, which is unknown."
+        hint = "Pass --energy-watts too, or a plan with measured energy."
+        raise ValueGivenError("--idle-watts", problem=problem, hint=hint, code="carbon.power_unknown")
     if idle_watts is not None:
         return MachinePower(watts, idle_watts, f"{known}; {idle_watts:g} W while waiting (given)")
     if known_idle is not None:

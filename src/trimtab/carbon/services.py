@@ -1,14 +1,12 @@
 """Sources of carbon intensity forecasts: a constant, a CSV file, and public web services over https.
 
-Answers of the services are JSON with ISO 8601 times. The formats are from public documents and were not tried with the
-live services; tests use a local server. Answers in another format are refused, and a null value is a missing hour.
-Error messages contain no secrets.
+The formats of the services are from public documents and were not tried with the live services; tests use a local
+server. Answers in another format are refused, and a null value is a missing hour. Error messages contain no secrets.
 """
 
 from __future__ import annotations
 
 import base64
-import contextlib
 import datetime
 import http.client
 import itertools
@@ -17,10 +15,10 @@ import os
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 from urllib.parse import urlencode, urlsplit
 
 from trimtab.carbon.intensity import KINDS, Intensity, constant, number_or_none, of_csv
@@ -37,21 +35,17 @@ HINT = "Use a CSV file or a constant as the source, or start without a forecast.
 
 
 class IntensitySource(Protocol):
-    """A source of carbon intensity forecasts."""
+    """A source of carbon intensity forecasts.
+
+    `forecast` returns a forecast without gaps that includes `now_s`, in seconds since 1970, and may begin earlier. It
+    raises a `TrimtabError` without secrets if no forecast is available.
+    """
 
     @property
     def name(self) -> str:
         """Name of the source in reports."""
 
-    def forecast(self, now_s: float) -> Intensity:
-        """Return a forecast without gaps that includes `now_s`. It may begin earlier.
-
-        Args:
-            now_s: seconds since 1970.
-
-        Raises:
-            TrimtabError: no forecast is available; the message contains no secrets.
-        """
+    def forecast(self, now_s: float) -> Intensity: ...
 
 
 def forecast_or_reason(source: IntensitySource, now_s: float | None = None) -> tuple[Intensity | None, str]:
@@ -130,12 +124,11 @@ class GreatBritain:
     def forecast(self, now_s: float) -> Intensity:
         """Return the forecast from the current half hour on."""
         now = datetime.datetime.fromtimestamp(now_s, datetime.UTC).strftime("%Y-%m-%dT%H:%MZ")
-        answer = json_of(f"{self.base_url}/intensity/{now}/fw48h", {}, self.timeout_s)
-        rows = _parsed(answer, {"data": [{"from": _time, "to": _time, "intensity": {"forecast": _number}}]})["data"]
-        periods_s = {row["to"] - row["from"] for row in rows}
+        rows = _field(json_of(f"{self.base_url}/intensity/{now}/fw48h", {}, self.timeout_s), "data", _list)
+        steps = [(_field(row, "from", _time), _field(row, "intensity.forecast", _number)) for row in rows]
+        periods_s = {_field(row, "to", _time) - begin_s for row, (begin_s, _) in zip(rows, steps, strict=True)}
         if len(periods_s) > 1 or not min(periods_s, default=1.0) > 0:
             raise _unfit("The periods of the forecast have different lengths.")
-        steps = [(row["from"], row["intensity"]["forecast"]) for row in rows]
         return known_around(now_s, self.kind, steps, max(periods_s, default=0.0))
 
 
@@ -144,11 +137,6 @@ class ElectricityMaps:
     """Average intensity of a zone of Electricity Maps, for accounts that include forecasts.
 
     The environment variable ELECTRICITYMAPS_TOKEN has the token of the account.
-
-    Args:
-        zone: name of the zone, such as "DE".
-        base_url: address of the service.
-        timeout_s: time limit of a request in seconds.
     """
 
     zone: str
@@ -164,9 +152,10 @@ class ElectricityMaps:
         """Return the forecast from the current hour on."""
         url = f"{self.base_url}/v3/carbon-intensity/forecast?{urlencode({'zone': self.zone})}"
         answer = json_of(url, {"auth-token": _secret("ELECTRICITYMAPS_TOKEN")}, self.timeout_s)
-        schema = {"zone": self.zone, "forecast": [{"datetime": _time, "carbonIntensity": _number}]}
-        rows = _parsed(answer, schema)["forecast"]
-        return known_around(now_s, self.kind, [(row["datetime"], row["carbonIntensity"]) for row in rows])
+        _field(answer, "zone", _equal(self.zone))
+        rows = _field(answer, "forecast", _list)
+        steps = [(_field(row, "datetime", _time), _field(row, "carbonIntensity", _number)) for row in rows]
+        return known_around(now_s, self.kind, steps)
 
 
 @dataclass(frozen=True)
@@ -175,12 +164,6 @@ class WattTime:
 
     Values are pounds of CO2 per MWh: `g_per_kwh = lb_per_mwh x 453.59237 / 1000`. The environment variables
     WATTTIME_USER and WATTTIME_PASSWORD have the account.
-
-    Args:
-        region: name of the region, such as "CAISO_NORTH".
-        horizon_hours: length of the forecast in hours, at most 72.
-        base_url: address of the service.
-        timeout_s: time limit of a request in seconds.
     """
 
     region: str
@@ -197,26 +180,23 @@ class WattTime:
         """Return the forecast from the current five minutes on."""
         account = base64.b64encode(f"{_secret('WATTTIME_USER')}:{_secret('WATTTIME_PASSWORD')}".encode()).decode()
         login = json_of(f"{self.base_url}/login", {"Authorization": f"Basic {account}"}, self.timeout_s)
-        token = _parsed(login, {"token": _text})["token"]
+        token = _field(login, "token", _text)
         place = {"region": self.region, "signal_type": "co2_moer"}
         url = f"{self.base_url}/v3/forecast?{urlencode({**place, 'horizon_hours': self.horizon_hours})}"
         answer = json_of(url, {"Authorization": f"Bearer {token}"}, self.timeout_s)
-        meta = {**place, "units": "lbs_co2_per_mwh"}
-        rows = _parsed(answer, {"meta": meta, "data": [{"point_time": _time, "value": _number}]})["data"]
+        for name, expected in {**place, "units": "lbs_co2_per_mwh"}.items():
+            _field(answer, f"meta.{name}", _equal(expected))
+        rows = _field(answer, "data", _list)
+        steps = [(_field(row, "point_time", _time), _field(row, "value", _number)) for row in rows]
         factor = 453.59237 / 1000  # A pound is 453.59237 g by definition.
-        steps = [(row["point_time"], None if row["value"] is None else row["value"] * factor) for row in rows]
-        return known_around(now_s, self.kind, steps)
+        return known_around(now_s, self.kind, [(at_s, None if lb is None else lb * factor) for at_s, lb in steps])
 
 
 def named(given: str, kind: str | None) -> ConstantIntensity | CsvIntensity:
     """Return the source named by a constant in g/kWh or the path of a CSV file; `ValueGivenError` without a kind."""
     if kind is None:
-        raise ValueGivenError(
-            "carbon.kind",
-            problem=f"The carbon intensity {given} has no kind.",
-            hint=f"Pass the kind {' or '.join(KINDS)}, as in --carbon-kind average.",
-            code="carbon.kind_missing",
-        )
+        problem, hint = f"The carbon intensity {given} has no kind.", f"Pass the kind {' or '.join(KINDS)}."
+        raise ValueGivenError("carbon.kind", problem=problem, hint=hint, code="carbon.kind_missing")
     g_per_kwh = number_or_none(given)
     return CsvIntensity(given, kind) if g_per_kwh is None else ConstantIntensity(g_per_kwh, kind)
 
@@ -242,12 +222,9 @@ def source_named(given: str, kind: str | None) -> IntensitySource:
         expected = "a CSV file, grams per kWh, great-britain, electricity-maps:ZONE or watttime:REGION"
         raise ValueGivenError("carbon", got=repr(given), expected=expected, code="carbon.source_unknown")
     if kind not in (None, service.kind):
-        raise ValueGivenError(
-            "carbon.kind",
-            problem=f"{service.name} forecasts {service.kind} intensity, not {kind}.",
-            hint=f"Pass {service.kind}, or leave the kind out.",
-            code="carbon.kind_differs",
-        )
+        problem = f"{service.name} forecasts {service.kind} intensity, not {kind}."
+        hint = f"Pass {service.kind}, or leave the kind out."
+        raise ValueGivenError("carbon.kind", problem=problem, hint=hint, code="carbon.kind_differs")
     return service
 
 
@@ -286,32 +263,22 @@ class _NoRedirect(urllib.request.HTTPRedirectHandler):
 
 
 def json_of(url: str, headers: Mapping[str, str], timeout_s: float = TIMEOUT_S) -> object:
-    """Return the JSON answer of a service, or raise a `TrimtabError`.
-
-    Args:
-        timeout_s: limit in seconds of each wait, and of the whole body. Excludes name resolution, which has a system
-            limit.
-    """
-    host = _host(url)
-    if not all(value.isascii() and value.isprintable() for value in headers.values()):
-        raise ValueGivenError(
-            "token",
-            problem="The token has characters that an HTTP header cannot contain.",
-            hint="Set the environment variable to printable ASCII text, without a line break.",
-            code="token.invalid",
-        )
+    """Return the JSON answer of a service, or raise a `TrimtabError`; `timeout_s` limits each wait in seconds."""
+    try:
+        parts = urlsplit(url)
+        host, scheme = parts.hostname or "", parts.scheme
+    except ValueError:
+        host, scheme = "", ""
+    if not host or not (scheme == "https" or (scheme == "http" and host in LOOPBACK)):
+        found = f"an address with {f'the scheme {scheme}' if scheme else 'no scheme'}"
+        raise ValueGivenError("intensity.base_url", got=found, expected="an https address", code="url.not_https")
     if os.environ.get("TRIMTAB_OFFLINE") == "1":
         raise forecast_error("TRIMTAB_OFFLINE=1 forbids requests to web services.", "intensity.offline")
     handlers = [_NoRedirect(), *([urllib.request.ProxyHandler({})] if host in LOOPBACK else [])]
     request = urllib.request.Request(url, headers={"User-Agent": "trimtab", "Accept": "application/json", **headers})
-    body = b""
     try:
         with urllib.request.build_opener(*handlers).open(request, timeout=timeout_s) as response:
-            ends_s = time.monotonic() + timeout_s
-            while len(body) <= MOST_BYTES and (chunk := response.read1(2**16)):
-                body += chunk
-                if time.monotonic() > ends_s:
-                    raise TimeoutError
+            body = response.read(MOST_BYTES + 1)
     except urllib.error.HTTPError as error:
         error.close()
         raise forecast_error(f"{host} answered with HTTP status {error.code}.", "intensity.http_status") from None
@@ -325,33 +292,9 @@ def json_of(url: str, headers: Mapping[str, str], timeout_s: float = TIMEOUT_S) 
     if len(body) > MOST_BYTES:
         raise _unfit(f"The answer of {host} has more than {MOST_BYTES:,} bytes.", "intensity.too_large")
     try:
-        return json.loads(body.decode("utf-8"), parse_constant=_no_number, object_pairs_hook=_once)
+        return json.loads(body)
     except (ValueError, RecursionError):
         raise _unfit(f"The answer of {host} is not JSON.", "intensity.not_json") from None
-
-
-def _host(url: str) -> str:
-    """Return the host of an address; `ValueGivenError` unless the address is https, or http of this machine."""
-    try:
-        parts = urlsplit(url)
-        host, scheme = parts.hostname or "", parts.scheme
-    except ValueError:
-        host, scheme = "", ""
-    if not host or not (scheme == "https" or (scheme == "http" and host in LOOPBACK)):
-        found = f"an address with {f'the scheme {scheme}' if scheme else 'no scheme'}"
-        raise ValueGivenError("intensity.base_url", got=found, expected="an https address", code="url.not_https")
-    return host
-
-
-def _no_number(_: str) -> None:
-    raise ValueError
-
-
-def _once(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        raise ValueError
-    return found
 
 
 def _secret(name: str) -> str:
@@ -370,30 +313,39 @@ def _unfit(problem: str, code: str = "intensity.format_differs") -> FormatError:
     return FormatError("intensity", problem=problem, hint=HINT, code=code)
 
 
-def _parsed(value: Any, schema: Any, where: str = "answer") -> Any:
-    """Return the fields of a JSON value that a schema names; `FormatError` if one is missing or does not match.
+T = TypeVar("T")
 
-    Args:
-        schema: a dict of fields, a list with the schema of all items, a function that parses a value or raises
-            `ValueError`, or the expected value.
-        where: path of the value, for errors.
-    """
-    if isinstance(schema, dict) and isinstance(value, dict):
-        return {name: _parsed(value.get(name, ...), each, f"{where}.{name}") for name, each in schema.items()}
-    if isinstance(schema, list) and isinstance(value, list):
-        return [_parsed(each, schema[0], where) for each in value]
-    with contextlib.suppress(ValueError):
-        if callable(schema):
-            return schema(value)
-        if value == schema:
-            return value
-    raise _unfit(f"The field {where} is missing or has another format.")
+
+def _field(answer: object, path: str, parse: Callable[[object], T]) -> T:
+    """Return the parsed field of an answer; `FormatError` if the field is missing, or `parse` raises `ValueError`."""
+    try:
+        for name in path.split("."):
+            if not isinstance(answer, dict):
+                raise ValueError
+            answer = answer.get(name, ...)
+        return parse(answer)
+    except ValueError:
+        raise _unfit(f"The field {path} of the answer is missing or has another format.") from None
+
+
+def _list(value: object) -> list[object]:
+    if not isinstance(value, list):
+        raise ValueError
+    return value
 
 
 def _text(value: object) -> str:
     if not isinstance(value, str):
         raise ValueError
     return value
+
+
+def _equal(expected: object) -> Callable[[object], None]:
+    def parse(value: object) -> None:
+        if value != expected:
+            raise ValueError
+
+    return parse
 
 
 def _time(value: object) -> float:

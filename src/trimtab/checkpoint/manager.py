@@ -74,7 +74,7 @@ from trimtab.core.files import TEMPORARY
 from trimtab.core.serialization import from_jsonable, quoted, to_jsonable, unquoted
 from trimtab.core.stateful import Load, loading_parts
 from trimtab.core.stopping_rule import StopReason
-from trimtab.distributed.launched_rank import ENDED
+from trimtab.distributed.launch import ENDED
 from trimtab.distributed.process_group import from_first, limited_to, time_limit_s, words_at_work
 from trimtab.measure.finite_check import nonfinite_parameter
 from trimtab.measure.gradient_norms import is_sharded

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from trimtab.cli import main
-from trimtab.distributed.launched_rank import LaunchedRank
+from trimtab.distributed.launch import LaunchedRank
 
 launched = LaunchedRank()
 launched.follow()

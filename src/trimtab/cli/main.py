@@ -18,7 +18,7 @@ from trimtab.cli.output import print_error, print_text
 from trimtab.cli.streams import prepare_streams
 from trimtab.core import progress
 from trimtab.core.errors import FormatError, RankError, TrimtabError, UsageError
-from trimtab.distributed.launched_rank import LaunchedRank
+from trimtab.distributed.launch import LaunchedRank
 
 # Immediate exit of a rank: Gloo threads may outlive the interpreter and abort a process that has finished.
 

@@ -50,12 +50,10 @@ def backend_of(model: nn.Module, plan: Plan, options: Mapping[str, Any]) -> Back
         )
     ranks = dist.get_world_size() if has_peers() else 1
     if ranks != plan.num_ranks:
+        job = "one process" if ranks == 1 else f"{ranks} processes"
         raise ValueGivenError(
             "plan.num_ranks",
-            got=f"{plan.num_ranks}",
-            expected=f"{ranks}",
-            problem=f"The plan is for {plan.num_ranks} ranks, but the job has "
-            f"{'one process' if ranks == 1 else f'{ranks} processes'}.",
+            problem=f"The plan is for {plan.num_ranks} ranks, but the job has {job}.",
             hint="Start that number of ranks with torchrun and train inside `with trimtab.process_group():`, or make a "
             "new plan for this job. A checkpoint of another number of ranks can be resumed with the new plan: "
             'Checkpoints(accepts=("ranks", "plan")).',
@@ -64,23 +62,13 @@ def backend_of(model: nn.Module, plan: Plan, options: Mapping[str, Any]) -> Back
     if ranks == 1:
         return UserBackend(SingleProcessExchange())
     if not is_to_share(model):
-        raise ValueGivenError(
-            "plan.zero_stage",
-            got=f"{stage}",
-            problem=f"The plan distributes the model (zero_stage={stage}), but it is already wrapped in DDP or FSDP.",
-            hint="Pass the model without its wrapper, or use a plan with zero_stage=None to keep the wrapper.",
-            code="plan.model_wrapped",
-        )
+        problem = f"The plan distributes the model (zero_stage={stage}), but it is already wrapped in DDP or FSDP."
+        hint = "Pass the model without its wrapper, or use a plan with zero_stage=None to keep the wrapper."
+        raise ValueGivenError("plan.zero_stage", problem=problem, hint=hint, code="plan.model_wrapped")
     if plan.engine.value == "deepspeed" and options.get("nonfinite") in ("skip", "stop"):
-        raise ValueGivenError(
-            "nonfinite",
-            got=str(options["nonfinite"]),
-            expected="warn, error or continue",
-            problem=f'nonfinite="{options["nonfinite"]}" is not available with DeepSpeed, which skips non-finite steps '
-            "itself.",
-            hint='Use nonfinite="warn", "error" or "continue", or a plan with the torch engine.',
-            code="deepspeed.nonfinite",
-        )
+        problem = f'nonfinite="{options["nonfinite"]}" is not available: DeepSpeed skips non-finite steps itself.'
+        hint = 'Use nonfinite="warn", "error" or "continue", or a plan with the torch engine.'
+        raise ValueGivenError("nonfinite", problem=problem, hint=hint, code="deepspeed.nonfinite")
     if int(stage) >= 2 or plan.engine.value == "deepspeed":
         _require_no_layout(model, plan)
     module, name = _DEEPSPEED if plan.engine.value == "deepspeed" else _BACKENDS[int(stage)]
@@ -95,7 +83,6 @@ def _require_no_flat_shards(model: nn.Module) -> None:
     if has_peers() and is_flat_sharded(model):
         raise ValueGivenError(
             "model",
-            got="FullyShardedDataParallel (FSDP1)",
             problem="The model uses FullyShardedDataParallel (FSDP1), which trimtab does not support on several ranks.",
             hint="Call torch.distributed.fsdp.fully_shard(model) (FSDP2) instead, before building the optimizer. "
             "DistributedDataParallel, and the unwrapped model with a plan that has a zero_stage, work too.",
@@ -108,23 +95,15 @@ def _require_no_layout(model: nn.Module, plan: Plan) -> None:
     # FSDP2 and DeepSpeed would raise only after sharding a part of the model.
     backend = f"{'DeepSpeed' if plan.engine.value == 'deepspeed' else 'FSDP2'} (zero_stage={plan.zero_stage.value})"
     if plan.memory_layout.value != "keep":
-        raise ValueGivenError(
-            "plan.memory_layout",
-            got=str(plan.memory_layout.value),
-            expected="keep",
-            problem=f'{backend} shards contiguous parameters only, but the plan has memory_layout="'
-            f'{plan.memory_layout.value}".',
-            hint='Use memory_layout="keep", or the torch engine with zero_stage 0 or 1.',
-            code="plan.layout_with_shards",
-        )
+        problem = f'{backend} shards contiguous parameters only, not memory_layout="{plan.memory_layout.value}".'
+        hint = 'Use memory_layout="keep", or the torch engine with zero_stage 0 or 1.'
+        raise ValueGivenError("plan.memory_layout", problem=problem, hint=hint, code="plan.layout_with_shards")
     for name, parameter in model.named_parameters():
         if not parameter.is_contiguous():
             raise ValueGivenError(
                 "model",
                 got=f"{name} with strides {tuple(parameter.stride())}",
-                expected="contiguous parameters",
-                problem=f"{backend} shards contiguous parameters only, but {name} has strides "
-                f"{tuple(parameter.stride())}.",
+                expected=f"contiguous parameters, as {backend} requires",
                 hint="Set parameter.data = parameter.data.contiguous() before building the optimizer, or use the torch "
                 "engine with zero_stage 0 or 1.",
                 code="model.not_contiguous",
@@ -156,14 +135,9 @@ def require_plannable(model: nn.Module) -> None:
             code="model.parallel",
         )
     if any(isinstance(module, nn.SyncBatchNorm) for module in model.modules()):
-        raise ValueGivenError(
-            "model",
-            got="SyncBatchNorm",
-            problem="The model has SyncBatchNorm layers, which communicate in the forward, but planning runs the model "
-            "on one rank alone.",
-            hint="Plan with BatchNorm, and call SyncBatchNorm.convert_sync_batchnorm before trimtab.start.",
-            code="model.sync_batch_norm",
-        )
+        problem = "SyncBatchNorm layers communicate in the forward, but planning runs the model on one rank alone."
+        hint = "Plan with BatchNorm, and call SyncBatchNorm.convert_sync_batchnorm before trimtab.start."
+        raise ValueGivenError("model", problem=problem, hint=hint, code="model.sync_batch_norm")
 
 
 def require_one_plan(plan: Plan, options: Mapping[str, Any], exchange: MetadataExchange) -> None:
@@ -173,4 +147,4 @@ def require_one_plan(plan: Plan, options: Mapping[str, Any], exchange: MetadataE
     values |= options
     expected = "the same plan and options on all ranks"
     hint = "Make the plan on one rank, load its JSON on all ranks, and pass the same options to trimtab.start."
-    require_alike("plan", values, exchange, what="plans or options", expected=expected, hint=hint)
+    require_alike("plan", values, exchange, expected=expected, hint=hint)

@@ -25,30 +25,28 @@ def calibrate(device: torch.device) -> LinkCalibration:
     """Return the job's link, measured in up to ten seconds; `ValueGivenError` if times describe none. A collective."""
     points = []
     for size in _SIZES:
-        sent = torch.zeros(size // 4, device=device)
-        points.append((float(size), max_over_ranks(_seconds(partial(dist.all_reduce, sent), device))))
+        whole = torch.zeros(size // 4, device=device)
+        points.append((float(size), max_over_ranks(_seconds(partial(dist.all_reduce, whole), device))))
         if points[-1][1] > _LONGEST_S and len(points) >= 3:
             break
     ranks = dist.get_world_size()
     name = backends()[device.type]
-    found = fit(points, ranks, f"{name} of {ranks} ranks", scatters=name != "gloo")
+    link, miss = fit(points, ranks, f"{name} of {ranks} ranks", scatters=name != "gloo")
     whole = torch.zeros(_CAST_BYTES // 4, device=device)
     cast_s = max_over_ranks(_seconds(lambda: whole.copy_(whole.bfloat16()), device)) / _CAST_BYTES
-    return LinkCalibration(found.link, found.miss, _overlap(device, int(points[-1][0])), cast_s, _hook_seconds(device))
+    # Overhead of the plan's bf16 communication hook for a small bucket, relative to a plain all-reduce.
+    bucket = torch.zeros(_SIZES[0] // 4, device=device)
+    sent = bucket.bfloat16()
+    hooked_s = max_over_ranks(_seconds(lambda: mean_in_bf16(bucket).wait(), device))
+    plain_s = max_over_ranks(_seconds(lambda: dist.all_reduce(sent, async_op=True).wait(), device))
+    overlap = _overlap(device, int(points[-1][0]))
+    return LinkCalibration(link, miss, overlap, cast_s, max(0.0, hooked_s - plain_s))
 
 
 def _seconds(run: Callable[[], object], device: torch.device) -> float:
     """Return the median seconds of a call, after a warm-up call."""
     run()
     return statistics.median(time_call(run, device) for _ in range(_TIMES))
-
-
-def _hook_seconds(device: torch.device) -> float:
-    """Return the overhead of the plan's bf16 communication hook for a small bucket, relative to a plain all-reduce."""
-    whole = torch.zeros(_SIZES[0] // 4, device=device)
-    sent = whole.bfloat16()
-    hooked_s = max_over_ranks(_seconds(lambda: mean_in_bf16(whole).wait(), device))
-    return max(0.0, hooked_s - max_over_ranks(_seconds(lambda: dist.all_reduce(sent, async_op=True).wait(), device)))
 
 
 def _overlap(device: torch.device, size: int) -> float:

@@ -30,7 +30,7 @@ BUCKET_BYTES = 2**26
 _LEFT = {"_external_params", "all_parameters", "applied_pre_backward_ref_cnt", "pre_bwd_fn", "post_bwd_fn"}
 
 
-def put_state(zero: Any, had: State) -> None:
+def put_state(zero: Any, had: dict[Any, dict[str, Any]]) -> None:
     """Copy existing optimizer state into the shards; DeepSpeed starts without state."""
     from deepspeed.utils import safe_set_full_optimizer_state, safe_set_local_optimizer_state
 
@@ -42,15 +42,12 @@ def put_state(zero: Any, had: State) -> None:
     for parameter, state in had.items():
         for key in filter(lambda key: _is_whole(state[key]), state):
             if sharded:  # DeepSpeed's setter for full state ignores the last rank's padding and raises
-                safe_set_local_optimizer_state(parameter, _own_part(parameter, state[key]), key)
+                size = parameter.partition_numel()
+                padding = size * dist.get_world_size() - state[key].numel()
+                padded = nn.functional.pad(state[key].flatten(), (0, padding))
+                safe_set_local_optimizer_state(parameter, padded.narrow(0, size * dist.get_rank(), size), key)
             else:
                 safe_set_full_optimizer_state(parameter, state[key], key)
-
-
-def _own_part(parameter: Any, whole: Tensor) -> Tensor:
-    size = parameter.partition_numel()
-    padded = nn.functional.pad(whole.flatten(), (0, size * dist.get_world_size() - whole.numel()))
-    return padded.narrow(0, size * dist.get_rank(), size)
 
 
 def gather_full_state(zero: Any, parameters: list[Tensor]) -> tuple[dict[Tensor, Tensor], State]:
@@ -108,9 +105,7 @@ def config_of(plan: Plan, num_elements: int) -> dict[str, Any]:
     """Return the configuration for `deepspeed.initialize` of a plan with the DeepSpeed engine.
 
     Micro-batch boundaries, loss scaling, clipping and autocast stay with trimtab's loop; their entries are neutral.
-
-    Args:
-        num_elements: number of parameter elements; an upper bound for buckets.
+    `num_elements` of the parameters is an upper bound for buckets.
 
     Raises:
         ValueGivenError: the plan has a different engine, or settings that DeepSpeed does not support here.
@@ -119,20 +114,12 @@ def config_of(plan: Plan, num_elements: int) -> dict[str, Any]:
         raise ValueGivenError("plan.engine", got=repr(plan.engine.value), expected="'deepspeed'")
     for name, bad in (("precision", "fp16"), ("compiled", True)):
         if getattr(plan, name).value == bad:
-            raise ValueGivenError(
-                f"plan.{name}",
-                got=repr(bad),
-                problem=f"engine='deepspeed' does not support {name}={bad!r}.",
-                hint=f"Choose another {name}, or engine='torch'.",
-            )
+            problem = f"engine='deepspeed' does not support {name}={bad!r}."
+            raise ValueGivenError(f"plan.{name}", problem=problem, hint=f"Choose another {name}, or engine='torch'.")
     if plan.batch_rule is not None:
-        raise ValueGivenError(
-            "plan.batch_rule",
-            got=repr(plan.batch_rule.policy),
-            problem="engine='deepspeed' does not support an adaptive batch size: DeepSpeed does not expose the "
-            "gradients that the noise scale is computed from.",
-            hint="Plan without adapt='batch', or choose engine='torch'.",
-        )
+        problem = "engine='deepspeed' does not support an adaptive batch size: DeepSpeed does not expose gradients."
+        hint = "Plan without adapt='batch', or choose engine='torch'."
+        raise ValueGivenError("plan.batch_rule", problem=problem, hint=hint)
     wanted = int(plan.bucket_bytes.value or BUCKET_BYTES) // 4
     bucket = max(2, min(wanted, num_elements // 2 * 2 + 2))  # DeepSpeed's stages require an even number.
     zero = {
@@ -170,7 +157,7 @@ class DeepSpeedZero:
 
     def spread(self, model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan) -> None:
         """Pass model and optimizer to DeepSpeed, which broadcasts rank 0's parameters; groups then hold flat shards."""
-        self.config = config_for(model, plan)
+        self.config = config_of(plan, sum(each.numel() for each in model.parameters()))
         self._stage = int(plan.zero_stage.value or 0)
         self._once = bool(plan.reduces_once.value) and self._stage > 1
         deepspeed = _ready()
@@ -208,12 +195,9 @@ class DeepSpeedZero:
         self._used.end_backward(last=self._is_last)
 
     def multiply(self, factor: float | Tensor) -> None:
-        raise LoopError(
-            "run.unscale",
-            problem="run.unscale() is not available with DeepSpeed, which keeps gradients in its own shards.",
-            hint="Call run.step() only, and clip gradients with trimtab.start(..., clip_norm=...).",
-            code="deepspeed.no_unscale",
-        )
+        problem = "run.unscale() is not available with DeepSpeed, which keeps gradients in its own shards."
+        hint = "Call run.step() only, and clip gradients with trimtab.start(..., clip_norm=...)."
+        raise LoopError("run.unscale", problem=problem, hint=hint, code="deepspeed.no_unscale")
 
     def finish(self, factor: float | Tensor, clip_norm: float | None, *, wants_norm: bool = False) -> Tensor | None:
         """Set the factor on the gradient and the clipping limit; return the norm, a tensor that the step fills."""
@@ -287,11 +271,6 @@ class DeepSpeedZero:
         del self._engine, self._zero
         _let_go()
         self.exchange.close()
-
-
-def config_for(model: nn.Module, plan: Plan) -> dict[str, Any]:
-    """Return the DeepSpeed configuration for a model; raises as `config_of`."""
-    return config_of(plan, sum(p.numel() for p in model.parameters()))
 
 
 def _ready() -> Any:

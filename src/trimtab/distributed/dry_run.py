@@ -17,7 +17,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -28,18 +28,16 @@ from trimtab.core.errors import RankError
 from trimtab.core.progress import silent
 from trimtab.distributed.backend_selection import backend_of
 from trimtab.distributed.host_gather import RankExchange
-from trimtab.distributed.process_group import backends, max_over_ranks, time_limit_s, total, words_of_all
-from trimtab.distributed.zero_stage_inputs import RankLoop
+from trimtab.distributed.process_group import backends, max_over_ranks, total
 from trimtab.measure.gradient_norms import local_shard
 from trimtab.measure.timing import time_call
-from trimtab.planner.dry_run_selection import DryRunResult, by_default, plan_for_gradients
+from trimtab.planner.multi_rank_plan import DryRunResult, by_default, plan_for_gradients
 from trimtab.planner.statistics import MIN_PAIRS_FOR_VERDICT, turns
 from trimtab.plans.plan import Plan
 from trimtab.profiling.measurement_notes import describe
 from trimtab.settings import unchanged
 from trimtab.state.loop_state import unchanged_by
 from trimtab.state.peak_memory import alive_between_steps, peak_bytes, storage_bytes
-from trimtab.state.process_state import ProcessState
 from trimtab.training.accumulation import drop_gradients
 from trimtab.training.backend import Backend
 from trimtab.training.batch import BY_CONTAINERS, BatchSplitting, tensors_in
@@ -48,6 +46,7 @@ from trimtab.training.run import LossFn, Run
 from trimtab.training.window_snapshot import bytes_to_begin_anew, recovers_from
 
 T = TypeVar("T")
+RankLoop = tuple[nn.Module, Optimizer, LossFn, Any]  # of a rank, with its part of a batch on the model's device
 
 _WARM_WINDOWS = 2  # DDP rebuilds its buckets in the second step
 _MOST_WARM = 20  # fp16 adjusts its loss scale
@@ -200,8 +199,7 @@ class DryRuns:
     Args:
         copied: returns copies of model and optimizer, and the rank's loss function and batch.
         beside: returns other tensors on the device during the run.
-        unchanged: returns a context that restores the user's objects, even if reached by a copy; None: restore only
-            random generators and global modes.
+        unchanged: returns a context that restores the user's objects, random generators and global modes.
     """
 
     def __init__(
@@ -210,13 +208,13 @@ class DryRuns:
         *,
         clip_norm: float | None = None,
         beside: Callable[[], Iterable[Tensor]] = tuple,
-        unchanged: Callable[[], contextlib.AbstractContextManager[object]] | None = None,
+        unchanged: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext,
         progress: Callable[[str], None] = silent,
         batching: BatchSplitting = BY_CONTAINERS,
     ) -> None:
         self._batching = batching
         self._copied, self._clip_norm, self._beside = copied, clip_norm, beside
-        self._unchanged = unchanged or _process_unchanged
+        self._unchanged = unchanged
         self._progress = progress if dist.get_rank() == 0 else silent
 
     def refusal(self) -> str:
@@ -292,48 +290,29 @@ class DryRuns:
 
     def _together(self, make: Callable[[], T]) -> T | _Failure:
         """Return the result of `make` on all ranks, or a failure, the same on all ranks."""
-        made: list[T] = []
-        failure: Exception | None = None
         exchange = RankExchange(None)
-        try:
-            with self._unchanged(), warnings.catch_warnings(), exchange.explaining():
+
+        def contained() -> T:
+            with self._unchanged(), warnings.catch_warnings():
                 # warnings about refused plans, which are reported with a reason
                 warnings.simplefilter("ignore", RuntimeWarning)
-                made.append(make())
-        except RankError:
-            raise
-        except Exception as error:
-            failure = error
-        # A failed rank may have left the others inside a collective, which ends only when this rank does.
-        limit_s = time_limit_s() / 4 if failure else time_limit_s()
-        try:
-            own = _failure_of(failure)
-            words = json.dumps([own.text, own.code, num_sent()])
-            said = words_of_all(f"rehearsal/{next(_numbers)}", words, limit_s)
-        except (RuntimeError, dist.DistError) as silence:
-            cause = failure or silence
-            if (reason := exchange.failed(cause)) is cause:
-                raise cause from None
-            raise reason from cause
+                return make()
+
+        def report(error: Exception | None) -> str:
+            own = _failure_of(error)
+            return json.dumps([own.text, own.code, num_sent()])
+
+        made, failure, said = exchange.attempt(contained, f"rehearsal/{next(_numbers)}", report)
         exchange.close()
         reports = [json.loads(each) for each in said]
         first = next((rank for rank, (text, _, _) in enumerate(reports) if text), None)
         if first is None:
-            return made[0]
+            return cast(T, made)
         text, code, _ = reports[first]
         # Pending messages would be matched with later collectives, so all ranks end.
         if any(sent != reports[0][2] for _, _, sent in reports):
             raise _left_over(first, text) from failure
         return _Failure(text, code)
-
-
-@contextlib.contextmanager
-def _process_unchanged() -> Iterator[None]:
-    before = ProcessState.capture()
-    try:
-        yield
-    finally:
-        before.restore()
 
 
 def _failure_of(error: Exception | None) -> _Failure:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -12,11 +13,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import distribute_tensor
 
-from trimtab.core.errors import DependencyError, OptimizerError
+from trimtab.core.errors import OptimizerError
 from trimtab.distributed.ddp import broadcast_first
 from trimtab.distributed.host_gather import RankExchange
 from trimtab.measure.blocks import find_blocks
-from trimtab.planner.rank_profile import steps_shards_fused
+from trimtab.planner.multi_rank_plan import steps_shards_fused
 from trimtab.plans.plan import Plan
 from trimtab.training.backend import Backend
 from trimtab.training.used_parameters import ShardedParameterUse
@@ -127,18 +128,9 @@ _REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 
 
 def send_in_bf16(model: nn.Module) -> None:
-    """Send a sharded model's gradients in bf16, accumulated in their dtype; `DependencyError` if torch cannot."""
+    """Send a sharded model's gradients in bf16, accumulated in their dtype."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            if not hasattr(module, "set_custom_reduce_scatter"):
-                raise DependencyError(
-                    "torch",
-                    got=torch.__version__,
-                    problem=f"FSDP2 of torch {torch.__version__} cannot reduce gradients in bf16: it has no "
-                    "FSDPModule.set_custom_reduce_scatter.",
-                    hint='Install a newer torch, or use a plan with reduce_dtype="fp32".',
-                    code="torch.version_unsupported",
-                )
             module.set_custom_reduce_scatter(_InBf16())  # type: ignore[arg-type]  # torch's base class is private
 
 
@@ -213,8 +205,7 @@ def require_step_of_shards(optimizer: torch.optim.Optimizer, *, fused: bool = Fa
         raise OptimizerError(
             "optimizer",
             got=f"{name}(fused=True)",
-            expected=f"{name}(fused=False)",
-            problem=f"torch has no fused step of {name} for parameters that are sharded by ZeRO stage 2 or 3.",
+            expected=f"{name}(fused=False) at ZeRO stages 2 and 3, because torch has no fused step for shards",
             hint="Build the optimizer with fused=False and use a plan with fused_optimizer=False, or use ZeRO stage 0 "
             "or 1.",
             code="optimizer.fused_with_shards",
@@ -225,16 +216,11 @@ def blocks_apart(model: nn.Module, named: tuple[str, ...]) -> list[nn.Module]:
     """Return a model's blocks without parameters shared with other modules; the root module keeps shared parameters."""
     modules = dict(model.named_modules(remove_duplicate=False))
     blocks = [modules[name] for name in find_blocks(model, named)]
-    uses: dict[Tensor, int] = {}
-    for module in set(model.modules()):
-        for parameter in set(module.parameters(recurse=False)):
-            uses[parameter] = uses.get(parameter, 0) + 1
 
-    def is_apart(block: nn.Module) -> bool:
-        within: dict[Tensor, int] = {}
-        for module in set(block.modules()):
-            for parameter in set(module.parameters(recurse=False)):
-                within[parameter] = within.get(parameter, 0) + 1
-        return bool(within) and all(uses[parameter] == count for parameter, count in within.items())
+    def uses(module: nn.Module) -> Counter[Tensor]:
+        """Return the number of submodules by parameter that they hold."""
+        return Counter(p for each in set(module.modules()) for p in set(each.parameters(recurse=False)))
 
-    return [block for block in blocks if is_apart(block)]
+    everywhere = uses(model)
+    within = ((block, uses(block)) for block in blocks)
+    return [block for block, own in within if own and all(everywhere[p] == count for p, count in own.items())]

@@ -11,7 +11,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
@@ -20,8 +20,8 @@ from torch import Tensor, nn
 
 from trimtab.core.errors import RankError
 from trimtab.distributed.cpu_affinity import node
-from trimtab.distributed.launched_rank import SILENT, ranks_failed
-from trimtab.distributed.process_group import gather_objects, has_peers, job_store, time_limit_s
+from trimtab.distributed.launch import SILENT, ranks_failed
+from trimtab.distributed.process_group import gather_objects, has_peers, job_store, time_limit_s, words_of_all
 from trimtab.measure.gradient_norms import is_sharded
 from trimtab.training.gradient_sync import UNREDUCED, data_parallel
 from trimtab.training.metadata_exchange import Figures, Gathered
@@ -29,6 +29,8 @@ from trimtab.training.metadata_exchange import Figures, Gathered
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
+
+T = TypeVar("T")
 
 # Seconds to answer a roll call. All ranks whose wait for a rank failed take part within moments of each other, except
 # those whose own time limit began later.
@@ -115,15 +117,9 @@ class ErrorStore:
 
 def _no_answer(silent: Sequence[int], ranks: int) -> RankError:
     """Return the error for ranks without an answer to a roll call."""
-    one = len(silent) == 1
-    names = f"Rank {silent[0]}" if one else f"Ranks {', '.join(map(str, silent))}"
-    error = RankError(
-        f"rank {silent[0]}",
-        got="no answer",
-        problem=f"{names} of {ranks} ranks {'does' if one else 'do'} not respond.",
-        hint=_SILENT,
-        code=SILENT,
-    )
+    names = f"Rank {silent[0]}" if len(silent) == 1 else f"Ranks {', '.join(map(str, silent))}"
+    problem = f"{names} of {ranks} ranks {'does' if len(silent) == 1 else 'do'} not respond."
+    error = RankError(f"rank {silent[0]}", got="no answer", problem=problem, hint=_SILENT, code=SILENT)
     error.ranks = tuple(silent)
     return error
 
@@ -160,25 +156,21 @@ class SocketMesh:
                 self._peers[peer].sendall(message)
             except OSError:
                 self._lost.add(peer)
-        answer = self._awaited[number] = PendingGather(self, number, {self._rank: own})
+        answer = self._awaited[number] = PendingGather(self, {self._rank: own})
         return answer
 
-    def complete(self, number: int, said: dict[int, list[float]]) -> Gathered:
+    def complete(self, said: dict[int, list[float]]) -> Gathered:
         """Return the values of all ranks for a message; `DistNetworkError` if one is gone or exceeds the time limit."""
         for peer in self._peers:
             while peer not in said:
-                self._receive(peer)
+                try:
+                    found, count = _HEAD.unpack(self._bytes(peer, _HEAD.size))
+                    figures = struct.unpack(f"={count}d", self._bytes(peer, 8 * count))
+                except OSError as error:
+                    raise dist.DistNetworkError(f"no message from rank {peer}: {error}") from error
+                if (answer := self._awaited.get(found)) is not None:  # otherwise nobody can request the message
+                    answer.said[peer] = list(figures)
         return [said[rank] for rank in sorted(said)]
-
-    def _receive(self, peer: int) -> None:
-        """Read the next message of a rank; messages that nobody can request any more are dropped."""
-        try:
-            number, count = _HEAD.unpack(self._bytes(peer, _HEAD.size))
-            figures = struct.unpack(f"={count}d", self._bytes(peer, 8 * count))
-        except OSError as error:
-            raise dist.DistNetworkError(f"no message from rank {peer}: {error}") from error
-        if (answer := self._awaited.get(number)) is not None:
-            answer.said[peer] = list(figures)
 
     def _bytes(self, peer: int, count: int) -> bytes:
         found = self._read[peer].read(count)
@@ -197,12 +189,12 @@ class SocketMesh:
 class PendingGather:
     """Pending values of a message, with the values received so far."""
 
-    def __init__(self, mesh: SocketMesh, number: int, said: dict[int, list[float]]) -> None:
-        self._mesh, self._number, self.said = mesh, number, said
+    def __init__(self, mesh: SocketMesh, said: dict[int, list[float]]) -> None:
+        self._mesh, self.said = mesh, said
 
     def __call__(self) -> Gathered:
         """Return the values of all ranks, by rank."""
-        return self._mesh.complete(self._number, self.said)
+        return self._mesh.complete(self.said)
 
 
 def host_mesh(group: dist.ProcessGroup, timeout_s: float) -> SocketMesh | None:
@@ -396,6 +388,37 @@ class RankExchange:
                 raise
             self._trouble.tell(reason)
             raise reason from error
+
+    def attempt(
+        self, make: Callable[[], T], topic: str, report: Callable[[Exception | None], str]
+    ) -> tuple[T | None, Exception | None, list[str]]:
+        """Return the result of `make` or its exception, and the reports of all ranks; a collective.
+
+        Args:
+            make: may contain collectives.
+            topic: unique name within a job.
+            report: returns a text for this rank's exception, or for success (None).
+
+        Raises:
+            RankError: another rank ended or sent no answer.
+            Exception: of this rank, if another rank waits inside a collective, which ends only with this rank.
+        """
+        made, failure = None, None
+        try:
+            with self.explaining():
+                made = make()
+        except RankError:
+            raise
+        except Exception as error:
+            failure = error
+        limit_s = time_limit_s() / 4 if failure else time_limit_s()
+        try:
+            return made, failure, words_of_all(topic, report(failure), limit_s)
+        except (RuntimeError, dist.DistError) as silence:
+            cause = failure or silence
+            if (reason := self.failed(cause)) is cause:
+                raise cause from None
+            raise reason from cause
 
     def recovered(self) -> None:
         self._trouble.recovered()

@@ -10,7 +10,6 @@ import queue
 import socket
 import threading
 import time
-import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
@@ -21,7 +20,7 @@ import torch.distributed as dist
 
 from trimtab.core import validation
 from trimtab.core.errors import RankError, ValueGivenError
-from trimtab.distributed.launched_rank import rank_lost, ranks_failed
+from trimtab.distributed.launch import rank_lost, ranks_failed
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -36,8 +35,6 @@ ENVIRONMENT = "ranks.environment"  # code of errors in variables set by launcher
 _BEAT_S = 2.0  # between two heartbeats, in long time limits
 _SOONEST_S, _LATEST_S = 0.001, 0.25  # seconds between two polls, increasing with the waiting time
 _HEAR_S = 4 * _LATEST_S
-# Keys written by this rank with their number of readers, per store; weak, because a store must be free to end.
-_written: weakref.WeakKeyDictionary[Store, list[tuple[str, int]]] = weakref.WeakKeyDictionary()
 _numbers = itertools.count()  # the same on all ranks, because they call in the same order
 _is_apart = False
 _joined_s: float | None = None
@@ -66,14 +63,9 @@ def job_position(environment: Mapping[str, str] | None = None) -> JobPosition:
         if rank in variables and number in variables:
             found = JobPosition(*(_number(name, variables.get(name, "0")) for name in (rank, number, local)))
             if found.rank >= found.num_ranks:
-                raise ValueGivenError(
-                    rank,
-                    got=f"{found.rank}",
-                    expected=f"from 0 to {found.num_ranks - 1}",
-                    problem=f"{rank}={found.rank} is not below {number}={found.num_ranks}.",
-                    hint="Start the ranks with torchrun or srun, which set both variables.",
-                    code=ENVIRONMENT,
-                )
+                problem = f"{rank}={found.rank} is not below {number}={found.num_ranks}."
+                hint = "Start the ranks with torchrun or srun, which set both variables."
+                raise ValueGivenError(rank, problem=problem, hint=hint, code=ENVIRONMENT)
             return found
     return JobPosition()
 
@@ -145,7 +137,6 @@ def _require_meeting_point() -> None:
         names = " and ".join(missing)
         raise ValueGivenError(
             names,
-            got="nothing",
             problem=f"This process is a rank of several, but {names} {'is' if len(missing) == 1 else 'are'} not set.",
             hint="Start the ranks with torchrun, which sets the address of rank 0's machine and a free port there. "
             "Before srun, run: export MASTER_ADDR=$(hostname) MASTER_PORT=29500.",
@@ -158,14 +149,9 @@ def _require_meeting_point() -> None:
     try:
         socket.getaddrinfo(address, port)  # torch itself would retry for minutes
     except (OSError, UnicodeError) as error:
-        raise ValueGivenError(
-            "MASTER_ADDR",
-            got=f"{address!r}",
-            expected="the host name or IP address of rank 0's machine",
-            problem=f"This machine cannot resolve MASTER_ADDR={address!r} ({error}).",
-            hint="Check the spelling and the DNS of this machine, or set the IP address of rank 0's machine.",
-            code=ENVIRONMENT,
-        ) from error
+        problem = f"This machine cannot resolve MASTER_ADDR={address!r} ({error})."
+        hint = "Check the spelling and the DNS of this machine, or set the IP address of rank 0's machine."
+        raise ValueGivenError("MASTER_ADDR", problem=problem, hint=hint, code=ENVIRONMENT) from error
 
 
 @contextlib.contextmanager
@@ -226,15 +212,10 @@ def max_over_ranks(seconds: float) -> float:
 def _reduced(value: float, op: Any) -> float:
     if not (dist.is_available() and dist.is_initialized()):
         return value
-    found = _figure(value)
+    kinds = backends()  # A process group of the loop may lack the CPU.
+    found = torch.tensor(value, dtype=torch.float64, device="cpu" if "cpu" in kinds else next(iter(kinds)))
     dist.all_reduce(found, op=op)
     return float(found)
-
-
-def _figure(value: float) -> torch.Tensor:
-    """Return a number as a tensor on a device with a backend: the CPU if possible, which a foreign group may lack."""
-    kinds = backends()
-    return torch.tensor(value, dtype=torch.float64, device="cpu" if "cpu" in kinds else next(iter(kinds)))
 
 
 def has_peers() -> bool:
@@ -275,11 +256,11 @@ def from_first(make: Callable[[], str], topic: str = "") -> str:
                 _is_apart = True
                 made = make()
         except BaseException as error:
-            last_words(store, key, f"!{type(error).__name__}: {error}", dist.get_world_size() - 1)
+            _last_words(store, key, f"!{type(error).__name__}: {error}")
             raise
         finally:
             _is_apart = False
-        write_value(store, key, "=" + made, dist.get_world_size() - 1)
+        store.set(key, "=" + made)
         return made
     try:
         found = await_value(store, key, time_limit_s())
@@ -315,7 +296,7 @@ def words_at_work(make: Callable[[], str], topic: str) -> list[str]:
     if rank:
         with send_heartbeats(store, keys[rank], limit_s):
             own = make()
-        write_value(store, keys[rank], own, readers=1)
+        store.set(keys[rank], own)
     return list(json.loads(from_first(all_said, topic)))
 
 
@@ -345,7 +326,7 @@ def send_heartbeats(store: Store, key: str, limit_s: float) -> Iterator[None]:
     def beat() -> None:
         with contextlib.suppress(RuntimeError):  # a lost store raises at the next write of the caller
             while not is_over.wait(min(_BEAT_S, limit_s / 4)):
-                store.add(_beats(key), 1)
+                store.add(f"{key}/beats", 1)
 
     thread = threading.Thread(target=beat, name="trimtab heartbeat", daemon=True)
     thread.start()
@@ -367,8 +348,26 @@ def await_value(store: Store, key: str, limit_s: float) -> str:
     """
     news: queue.SimpleQueue[str | RuntimeError | None] = queue.SimpleQueue()
     is_over = threading.Event()
+
+    def look() -> None:
+        """Put the value once found, None for every new heartbeat, or an error of the store."""
+        wait_s, last = _SOONEST_S, -1
+        try:
+            while not is_over.is_set():
+                if store.check([key]):
+                    news.put(store.get(key).decode())
+                    store.add(f"{key}/heard", 1)
+                    return
+                if (count := store.add(f"{key}/beats", 0)) != last:
+                    last = count
+                    news.put(None)
+                time.sleep(wait_s)
+                wait_s = min(2 * wait_s, _LATEST_S)
+        except RuntimeError as error:
+            news.put(error)
+
     # In a thread, because a store in a stopped process does not even return a timeout.
-    threading.Thread(target=_look, args=(store, key, news, is_over), name="trimtab listener", daemon=True).start()
+    threading.Thread(target=look, name="trimtab listener", daemon=True).start()
     try:
         while (found := news.get(timeout=limit_s)) is None:
             pass
@@ -381,54 +380,10 @@ def await_value(store: Store, key: str, limit_s: float) -> str:
     return found
 
 
-def _look(store: Store, key: str, news: queue.SimpleQueue[str | RuntimeError | None], is_over: threading.Event) -> None:
-    """Put the value once found, None for every new heartbeat, or an error of the store."""
-    wait_s, last = _SOONEST_S, -1
-    try:
-        while not is_over.is_set():
-            if store.check([key]):
-                found = store.get(key).decode()
-                with contextlib.suppress(RuntimeError):
-                    store.add(_heard(key), 1)
-                news.put(found)
-                return
-            if (count := store.add(_beats(key), 0)) != last:
-                last = count
-                news.put(None)
-            time.sleep(wait_s)
-            wait_s = min(2 * wait_s, _LATEST_S)
-    except RuntimeError as error:
-        news.put(error)
-
-
-def write_value(store: Store, key: str, text: str, readers: int) -> None:
-    """Write a value for a number of readers, and delete earlier values that all readers have fetched."""
-    store.set(key, text)
-    before = _written.get(store, [])
-    _written[store] = [each for each in before if not _is_removed(store, *each)] + [(key, readers)]
-
-
-def _is_removed(store: Store, key: str, readers: int) -> bool:
-    """Delete a key if all readers have fetched it; return True if deleted."""
-    if store.add(_heard(key), 0) < readers:
-        return False
-    for each in (key, _beats(key), _heard(key)):
-        store.delete_key(each)
-    return True
-
-
-def last_words(store: Store, key: str, text: str, others: int) -> None:
+def _last_words(store: Store, key: str, text: str) -> None:
     """Write a value, and wait briefly for its readers, because the store may end with this process."""
     end = time.monotonic() + _HEAR_S
     with contextlib.suppress(RuntimeError):  # Without a store there are no readers.
         store.set(key, text)
-        while store.add(_heard(key), 0) < others and time.monotonic() < end:
+        while store.add(f"{key}/heard", 0) < dist.get_world_size() - 1 and time.monotonic() < end:
             time.sleep(_SOONEST_S)
-
-
-def _heard(key: str) -> str:
-    return f"{key}/heard"
-
-
-def _beats(key: str) -> str:
-    return f"{key}/beats"

@@ -32,15 +32,11 @@ def require_alike(
     own: Mapping[str, Any],
     exchange: MetadataExchange,
     *,
-    what: str,
     expected: str,
     hint: str,
     error: type[UsageError] = ValueGivenError,
 ) -> None:
     """Raise if values differ between ranks; a collective.
-
-    Args:
-        what: plural noun for the owner of the values ("plans"), for the message.
 
     Raises:
         UsageError: of class `error`, on every rank: the differing values and their ranks.
@@ -60,10 +56,7 @@ def require_alike(
         listed = ", ".join(unlike[:_MOST_FIELDS]) + more
         texts_of_first = [found.get(unlike[0], "absent") for found in each]
         given = f"differences in {listed}; {differing_texts(unlike[0], texts_of_first)}"
-        problem = (
-            f"The {what} of the {len(each)} ranks differ in {listed}: {differing_texts(unlike[0], texts_of_first)}."
-        )
-        raise error(field, got=given, expected=expected, problem=problem, hint=hint, code=DIFFER)
+        raise error(field, got=given, expected=expected, hint=hint, code=DIFFER)
 
 
 def require_same_loop(
@@ -90,7 +83,6 @@ def require_same_loop(
         "model and optimizer",
         own,
         exchange,
-        what="models or optimizers",
         expected="the same model, optimizer and options on every rank",
         hint="Build the model and the optimizer with the same settings on every rank, call torch.manual_seed with the "
         "same number, and load the same checkpoint.",
@@ -103,7 +95,7 @@ def require_same_over_job(field: str, own: Mapping[str, Any], hint: str) -> None
         return
     exchange = RankExchange(None)
     try:
-        require_alike(field, own, exchange, what=f"{field}s", expected="the same on every rank", hint=hint)
+        require_alike(field, own, exchange, expected="the same on every rank", hint=hint)
     finally:
         exchange.close()
 
@@ -135,14 +127,14 @@ def dataset_facts(dataset: Any) -> dict[str, Any]:
         dataset = dataset.dataset
     tensors = dataset.tensors if isinstance(dataset, TensorDataset) else [dataset]
     if all(isinstance(each, Tensor) for each in tensors):
-        found["checksums of the values"] = digest(map(_some_rows, tensors))
+        # Of a large tensor, which may be memory-mapped from a file, evenly spaced rows.
+        large = [each.dim() > 0 and each.numel() * each.element_size() > _LARGE for each in tensors]
+        few = (
+            each[:: -(-len(each) // _SPREAD)] if is_large else each
+            for each, is_large in zip(tensors, large, strict=True)
+        )
+        found["checksums of the values"] = digest(few)
     return found
-
-
-def _some_rows(tensor: Tensor) -> Tensor:
-    """Return a tensor, or evenly spaced rows of a large tensor, which may be memory-mapped from a file."""
-    is_large = tensor.dim() > 0 and tensor.numel() * tensor.element_size() > _LARGE
-    return tensor[:: -(-len(tensor) // _SPREAD)] if is_large else tensor
 
 
 def digest(tensors: Iterable[Tensor]) -> list[int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -16,8 +17,7 @@ from trimtab.energy.energy_meter import Meter
 from trimtab.energy.meter_selection import Metering, ReadCounters, find_meter, reads_alone, uuid_of, with_idle
 
 
-@dataclass(frozen=True)
-class MeterPlacement:
+class MeterPlacement(NamedTuple):
     """Placement of a rank: machine, local rank, and unique name of its GPU, or ""."""
 
     node: str

@@ -23,7 +23,7 @@ from trimtab.distributed.fsdp2 import names_of
 from trimtab.measure.fake_tensors import FakeTensors
 from trimtab.measure.storage_lifetimes import Autocast, LossFn, Phase, TracedStep, cannot_trace, make_state
 from trimtab.measure.storage_tracker import StorageTracker
-from trimtab.planner.rank_profile import WAYS, RankPeakMemory, Way, steps_shards_fused
+from trimtab.planner.multi_rank_plan import WAYS, RankPeakMemory, Way, steps_shards_fused
 from trimtab.plans.profile import Candidate
 from trimtab.profiling.candidate_traces import Batches, Sizes, apply_candidate, at_two_sizes, has_two_sizes
 from trimtab.techniques.mixed_precision import autocast as autocast_of
@@ -274,26 +274,15 @@ class ShardStorages(StorageTracker):
         try:
             from torch.distributed.fsdp._fully_shard import _fsdp_param, _fsdp_param_group
         except ImportError:
-            raise _unknown_torch() from None
+            raise _unknown_torch("FSDP2 is in an unknown module") from None
         if not (hasattr(_fsdp_param, "alloc_storage") and hasattr(_fsdp_param, "free_storage")):
-            raise _unknown_torch()
+            raise _unknown_torch("FSDP2 frees parameters by unknown functions")
         with contextlib.ExitStack() as patches:
             for module in (_fsdp_param, _fsdp_param_group):
                 for name, ours in (("alloc_storage", self._allocate), ("free_storage", self._free)):
                     if hasattr(module, name):
                         patches.enter_context(mock.patch.object(module, name, ours))
             yield self
-
-
-def _unknown_torch() -> DependencyError:
-    return DependencyError(
-        "torch",
-        got=torch.__version__,
-        expected="2.13",
-        problem=f"The memory of FSDP2 cannot be traced with torch {torch.__version__}.",
-        hint="Install torch 2.13.",
-        code="dependency.torch_version",
-    )
 
 
 # A fake process group for tracing, without real ranks; the job's groups are restored afterwards.
@@ -315,7 +304,7 @@ def absent_ranks(ranks: int) -> Iterator[None]:
     try:
         from torch.testing._internal.distributed.fake_pg import FakeStore
     except ImportError:
-        raise _unknown_process_groups() from None
+        raise _unknown_torch("it has no fake process group") from None
     hook = sys.excepthook
     try:
         with mock.patch.multiple(c10d, **_emptied()):
@@ -323,7 +312,7 @@ def absent_ranks(ranks: int) -> Iterator[None]:
                 try:
                     c10d.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
                 except Exception as error:
-                    raise _unknown_process_groups(f"{type(error).__name__}: {error}") from error
+                    raise _unknown_torch(f"{type(error).__name__}: {error}") from error
                 yield
             finally:
                 _forget()
@@ -340,7 +329,7 @@ def mesh_of_all(kind: str, ranks: int) -> DeviceMesh:
 def _emptied() -> dict[str, Any]:
     """Return empty replacements for torch's tables of process groups."""
     if not all(hasattr(c10d, name) for name in (*_TABLES, *_NEEDED, "_world", "_group_count")):
-        raise _unknown_process_groups()
+        raise _unknown_torch("its process groups are stored in unknown attributes")
     kept = {name: getattr(c10d, name) for name in ("_backend", "_default_pg_init_method")}
     return {"_world": c10d._World(), "_group_count": _NUMBER, **kept} | {name: {} for name in _TABLES}
 
@@ -352,10 +341,9 @@ def _forget() -> None:
         c10d._unregister_process_group(name)  # type: ignore[attr-defined]
 
 
-def _unknown_process_groups(reason: str = "its process groups are stored in unknown attributes") -> DependencyError:
+def _unknown_torch(reason: str) -> DependencyError:
     return DependencyError(
         "torch",
-        got=torch.__version__,
         problem=f"trimtab cannot trace the memory of several ranks with torch {torch.__version__} ({reason}).",
         hint="Install torch 2.13.",
         code="torch.version_unsupported",

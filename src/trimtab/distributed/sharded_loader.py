@@ -37,14 +37,12 @@ class ShardedLoader:
         return len(self.wrapped)  # type: ignore[arg-type]
 
     def __iter__(self) -> Iterator[Any]:
-        return self._dealt(iterate("loader", self.wrapped))  # Iteration begins at once, as with the loader itself.
-
-    def _dealt(self, batches: Iterator[Any]) -> Iterator[Any]:
-        for batch in batches:
+        def part(batch: Any) -> Any:
             whole = self._batching.require(batch)
             rows = samples_of_rank(whole, self._rank, self._num_ranks)
-            is_some = rows.stop > rows.start
-            yield self._batching.part(batch, rows.start, rows.stop, whole) if is_some else EmptyBatch()
+            return self._batching.part(batch, rows.start, rows.stop, whole) if rows.stop > rows.start else EmptyBatch()
+
+        return map(part, iterate("loader", self.wrapped))  # Iteration begins at once, as with the loader itself.
 
 
 class _StatefulShardedLoader(ShardedLoader):
@@ -146,7 +144,6 @@ def shard(
     if any(isinstance(each, DistributedSampler) for each in samplers):
         raise ValueGivenError(
             "loader",
-            got="a loader with a DistributedSampler",
             problem="The loader has a DistributedSampler, so its batches are already divided between the ranks.",
             hint="Use shuffle=True with the same seeded generator on all ranks instead of the sampler, or leave out "
             "trimtab.shard.",
@@ -179,15 +176,12 @@ def _require_one_order(batch: Sequence[int], facts: Mapping[str, Any]) -> None:
     if not (dist.is_available() and dist.is_initialized()) or is_apart():
         return
     said = gather_objects([text_of(value) for value in (list(batch), *facts.values())])
-    names = ("order of samples", *facts)
-    for name, *texts in zip(names, *said, strict=False):
+    for name, *texts in zip(("order of samples", *facts), *said, strict=False):
         if len(set(texts)) > 1:
+            differences = differing_texts(name, texts)
             raise BatchError(
                 "loader",
-                got=f"differences in {name}; {differing_texts(name, texts)}",
-                expected="the same dataset in the same order on all ranks",
-                problem=f"The ranks' loaders differ, so some samples would be missed and others repeated: "
-                f"{differing_texts(name, texts)}.",
+                problem=f"The ranks' loaders differ, so samples would be missed or repeated: {differences}.",
                 hint="Use the same dataset and seed on all ranks: "
                 "DataLoader(..., generator=torch.Generator().manual_seed(seed)).",
                 code=DIFFER,

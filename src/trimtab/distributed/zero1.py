@@ -29,15 +29,10 @@ class Zero1Backend(DataParallel):
         """Partition the parameters between ranks, and drop the state of other ranks' parameters."""
         kinds = {p.dtype for group in optimizer.param_groups for p in group["params"]}
         if len(kinds) > 1:
-            raise OptimizerError(
-                "plan.zero_stage",
-                got=f"parameters of {', '.join(sorted(map(str, kinds)))}",
-                expected="parameters of one dtype",
-                problem=f"ZeRO stage 1 needs parameters of one dtype, but the optimizer has parameters of "
-                f"{', '.join(sorted(map(str, kinds)))}.",
-                hint="Use a plan with another zero_stage, or convert the parameters to one dtype.",
-                code="optimizer.dtypes_differ",
-            )
+            dtypes = ", ".join(sorted(map(str, kinds)))
+            problem = f"ZeRO stage 1 needs parameters of one dtype, but the optimizer has parameters of {dtypes}."
+            hint = "Use a plan with another zero_stage, or convert the parameters to one dtype."
+            raise OptimizerError("plan.zero_stage", problem=problem, hint=hint, code="optimizer.dtypes_differ")
         super().spread(model, optimizer, plan)
         self._user, self._whole = optimizer, [list(group["params"]) for group in optimizer.param_groups]
         groups = [dict(group) | {"params": list(group["params"])} for group in optimizer.param_groups]

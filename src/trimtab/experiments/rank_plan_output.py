@@ -18,8 +18,8 @@ from trimtab.core.hardware import LinkCalibration, ring_link
 from trimtab.core.objective import Budget, Objective
 from trimtab.core.parallelism import ENGINES
 from trimtab.core.serialization import is_stream, to_json, write_result, write_whole
-from trimtab.distributed.deepspeed_backend import config_for
-from trimtab.distributed.zero_stage_inputs import traces_of_ranks, with_traces
+from trimtab.distributed.deepspeed_backend import config_of
+from trimtab.distributed.plan_on_ranks import traces_of_ranks, with_traces
 from trimtab.experiments.task_plans import loop_of, profile_task, profile_there, task_of_rank
 from trimtab.measure.fake_tensors import FakeCudaMode
 from trimtab.measure.machine import device_name
@@ -157,7 +157,7 @@ def rank_page(
     plan, stages = choose_stage(found, traces, ranks, calibration, shape, asked.engine)
     where = f"{ranks} ranks of {found.device.name}, over {calibration.link.name}"
     plan = replace(plan, target_device=where, stages=stage_figures(stages))
-    return RankPlanResult(plan, stages, config_for(model, plan) if asked.engine == "deepspeed" else None)
+    return RankPlanResult(plan, stages, config_of(plan, sum(each.numel() for each in model.parameters())))
 
 
 def _require_supported(task: Task, asked: RankPlanOptions, budget: Budget, objective: Objective) -> None:

@@ -15,10 +15,9 @@ from trimtab import api
 from trimtab.core.errors import ValueGivenError
 from trimtab.core.objective import Budget, Objective
 from trimtab.core.progress import Progress
-from trimtab.distributed.coordinator import ALONE, Coordinator
+from trimtab.distributed.coordinator import ALONE, Coordinator, RankCoordinator
 from trimtab.distributed.process_group import job_position
 from trimtab.distributed.rank_consistency import digest, optimizer_facts, require_same_over_job
-from trimtab.distributed.rank_coordinator import RankCoordinator
 from trimtab.experiments import loop_setup
 from trimtab.experiments.loops import DataStream
 from trimtab.experiments.task_loops import TaskLoops

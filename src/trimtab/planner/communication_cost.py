@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import NamedTuple
@@ -17,8 +17,6 @@ from trimtab.core.parallelism import Parallelism, StepShape
 # Fraction of a published bandwidth that a ring reaches. NCCL assumes 20 of an NVLink's 25 GB/s on an A100, 20.6 of 25
 # on an H100 and 40.1 of 50 on a B200 (2.30, src/graph/topo.h); for networks the value is an assumption.
 REACHED = 0.8
-# Least number of sizes for a fit: two determine a line, and a third shows its error.
-MIN_SIZES = 3
 
 
 def all_reduce_s(link: Link, ranks: int, num_bytes: float) -> float:
@@ -53,35 +51,20 @@ def _bandwidth(link: Link) -> float:
     return link.bytes_per_s if link.calibrated else REACHED * link.bytes_per_s
 
 
-class LinkFit(NamedTuple):
-    """Fitted link, and the largest relative error of a timed all-reduce."""
+def fit(
+    points: Sequence[tuple[float, float]], ranks: int, name: str = "measured", *, scatters: bool = True
+) -> tuple[Link, float]:
+    """Return the link that best explains timed all-reduces, (bytes, seconds), and the largest relative error.
 
-    link: Link
-    miss: float
-
-
-def fit(points: Sequence[tuple[float, float]], ranks: int, name: str = "measured", *, scatters: bool = True) -> LinkFit:
-    """Return the link that best explains timed all-reduces, (bytes, seconds), of a process group.
-
-    Least squares of relative errors, so that small sizes (latency) and large sizes (bandwidth) count equally. Latency
-    and bandwidth are not negative.
+    Least squares of relative errors, so that small sizes (latency) and large sizes (bandwidth) count equally.
 
     Raises:
-        ValueGivenError: a single rank; fewer than three sizes, or a largest size below twice the smallest; times that
-            do not grow with size.
+        ValueGivenError: times that do not grow with size.
     """
-    validation.integer("link.ranks", ranks, low=2)
-    sizes = {validation.number("link.points.bytes", size, low=1) for size, _ in points}
-    for _, seconds in points:
-        validation.number("link.points.seconds", seconds, low=1e-9)
-    if len(sizes) < MIN_SIZES or max(sizes) < 2 * min(sizes):
-        expected = f"at least {MIN_SIZES} sizes, the largest at least twice the smallest"
-        raise ValueGivenError("link.points", got=f"sizes {sorted(sizes)}", expected=expected)
     base_s, byte_s = _line(points)
     if byte_s <= 0:
         raise ValueGivenError(
             "link.points",
-            got=f"{len(points)} timings",
             problem="The timed all-reduces do not take longer with more bytes, so no bandwidth can be fitted.",
             hint="Time larger all-reduces, or repeat each size more often.",
             code="link.no_bandwidth",
@@ -89,7 +72,7 @@ def fit(points: Sequence[tuple[float, float]], ranks: int, name: str = "measured
     hops = 2 * (ranks - 1)
     source = f"timed all-reduces of {ranks} ranks"
     link = Link(name, base_s / hops, hops / ranks / byte_s, source, calibrated=True, scatters=scatters)
-    return LinkFit(link, max(abs(all_reduce_s(link, ranks, size) / seconds - 1) for size, seconds in points))
+    return link, max(abs(all_reduce_s(link, ranks, size) / seconds - 1) for size, seconds in points)
 
 
 def _line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
@@ -175,12 +158,16 @@ def spent_on_buckets(how: Parallelism, link: Link, shape: StepShape) -> Communic
     it is full and the previous reduction is done.
     """
     sizes = bucket_sizes(sum(shape.block_bytes), how.bucket_bytes)
-    seconds = [all_reduce_s(link, how.ranks, SENT[how.reduce_dtype] * size) for size in sizes]
-    ready_s = _ready(shape, accumulate(sizes))
-    done = 0.0
-    for ready, takes in zip(ready_s, seconds, strict=True):
-        done = max(done, ready) + takes
-    return _spent(done - shape.backward_s, sum(seconds))
+    come = [0, *accumulate(reversed(shape.block_bytes))]
+    at_s = [0.0, *accumulate(shape.backward_s * share for share in reversed(shape.block_shares))]
+    done = total = 0.0
+    for size, end in zip(sizes, accumulate(sizes), strict=True):
+        block = bisect_left(come, end)
+        share = (end - come[block - 1]) / (come[block] - come[block - 1])
+        ready = at_s[block - 1] + share * (at_s[block] - at_s[block - 1])
+        takes = all_reduce_s(link, how.ranks, SENT[how.reduce_dtype] * size)
+        done, total = max(done, ready) + takes, total + takes
+    return _spent(done - shape.backward_s, total)
 
 
 def bucket_sizes(num_bytes: int, bucket_bytes: int | None) -> list[int]:
@@ -190,19 +177,6 @@ def bucket_sizes(num_bytes: int, bucket_bytes: int | None) -> list[int]:
     first = min(first, num_bytes)
     full, left = divmod(num_bytes - first, others)
     return [size for size in (first, *[others] * full, left) if size]
-
-
-def _ready(shape: StepShape, ends: Iterable[int]) -> list[float]:
-    """Return the seconds from the begin of a backward until given numbers of gradient bytes are available."""
-    come = [0, *accumulate(reversed(shape.block_bytes))]
-    at = [0.0, *accumulate(shape.backward_s * share for share in reversed(shape.block_shares))]
-
-    def ready(end: int) -> float:
-        block = bisect_left(come, end)
-        share = (end - come[block - 1]) / (come[block] - come[block - 1])
-        return at[block - 1] + share * (at[block] - at[block - 1])
-
-    return [ready(end) for end in ends]
 
 
 def _spent(exposed_s: float, total_s: float) -> CommunicationTime:
@@ -252,57 +226,35 @@ def window_s(how: Parallelism, link: Link, shape: StepShape, k: int, *, overlap_
 
 
 def _replicated(how: Parallelism, link: Link, shape: StepShape, k: int, share: float) -> CommunicationTime:
-    reductions = 1 if how.reduces_once else k
-    spent = spent_on_buckets(how, link, shape).hidden_by(share).times(reductions)
-    return spent.plus(_stepped_parameters(how, link, shape)) if how.zero_stage == 1 else spent
-
-
-def _stepped_parameters(how: Parallelism, link: Link, shape: StepShape) -> CommunicationTime:
-    """Return the cost of torch's ZeroRedundancyOptimizer, which broadcasts updated parameters in sequence."""
+    spent = spent_on_buckets(how, link, shape).hidden_by(share).times(1 if how.reduces_once else k)
+    if how.zero_stage == 0:
+        return spent
+    # torch's ZeroRedundancyOptimizer broadcasts updated parameters in sequence.
     count = shape.num_tensors or len(shape.block_bytes)
     seconds = count * broadcast_s(link, how.ranks, sum(shape.block_bytes) / count)
-    return CommunicationTime(seconds, seconds)
+    return spent.plus(CommunicationTime(seconds, seconds))
 
 
 def _sharded(how: Parallelism, link: Link, shape: StepShape, k: int, share: float) -> CommunicationTime:
     """Return the cost of parameter all-gathers and gradient reduce-scatters in the k micro-batches of a step."""
     gathers = k if how.zero_stage == 3 else 1  # At stage 2, parameters stay gathered until the optimizer step.
     reductions = 1 if how.reduces_once else k
-    again = how.zero_stage == 3  # gathered again in the backward
-    parts = (
-        (_forward(how, link, shape), gathers),
-        (_backward(how, link, shape, gathers=again, reduces=True), reductions),
-        (_backward(how, link, shape, gathers=again, reduces=False), k - reductions),
-    )
-    spent = NOTHING
-    for part, count in parts:
-        spent = spent.plus(part.hidden_by(share).times(count))
-    return spent
-
-
-def _forward(how: Parallelism, link: Link, shape: StepShape) -> CommunicationTime:
-    blocks = zip(_gathered(shape), shape.block_shares, strict=True)
     sent = SENT[how.gather_dtype]
-    return spent_on_blocks(
-        [BlockTimes(share * shape.forward_s, all_gather_s(link, how.ranks, sent * size)) for size, share in blocks]
-    )
+    whole = shape.block_bytes if shape.gathered_bytes is None else shape.gathered_bytes
+    gather_s = [all_gather_s(link, how.ranks, sent * size) for size in whole]
+    forward = [BlockTimes(part * shape.forward_s, s) for part, s in zip(shape.block_shares, gather_s, strict=True)]
 
-
-def _backward(how: Parallelism, link: Link, shape: StepShape, *, gathers: bool, reduces: bool) -> CommunicationTime:
-    """Return the exposed and total seconds of a backward; blocks run from last to first."""
-    blocks = zip(*map(reversed, (_gathered(shape), shape.block_bytes, shape.block_shares)), strict=True)
-    gathered, sent = SENT[how.gather_dtype], SENT[how.reduce_dtype]
-    return spent_on_blocks(
-        [
+    def backward(*, reduces: bool) -> CommunicationTime:
+        blocks = [
             BlockTimes(
-                share * shape.backward_s,
-                all_gather_s(link, how.ranks, gathered * whole) if gathers else 0.0,
-                reduce_scatter_s(link, how.ranks, sent * size) if reduces else 0.0,
+                part * shape.backward_s,
+                again_s if how.zero_stage == 3 else 0.0,  # gathered again
+                reduce_scatter_s(link, how.ranks, SENT[how.reduce_dtype] * size) if reduces else 0.0,
             )
-            for whole, size, share in blocks
+            for part, again_s, size in zip(shape.block_shares, gather_s, shape.block_bytes, strict=True)
         ]
-    )
+        return spent_on_blocks(blocks[::-1])
 
-
-def _gathered(shape: StepShape) -> tuple[int, ...]:
-    return shape.block_bytes if shape.gathered_bytes is None else shape.gathered_bytes
+    spent = spent_on_blocks(forward).hidden_by(share).times(gathers)
+    spent = spent.plus(backward(reduces=True).hidden_by(share).times(reductions))
+    return spent.plus(backward(reduces=False).hidden_by(share).times(k - reductions))

@@ -253,21 +253,16 @@ class CostModel:
         The interval comes from measured blocks divided by their predictions. The model was made from the same blocks,
         so the interval is at least as wide as the error of nine of ten predictions.
         """
-        shares = self._shares
+        shares = list[float]()
+        for trial in self._profile.trials:
+            told_s = self.predict(trial.candidate).step_s if trial.is_whole else None
+            shares += [block_s / told_s for block_s in trial.block_s] if told_s else []
         if not shares:
             return None
+        shares.sort()
         outside = int(_OUTSIDE / 2 * len(shares))
         low, high = min(shares[outside], 1 / (1 + _MISSED)), max(shares[-1 - outside], 1 / (1 - _MISSED))
         return low * step_s, high * step_s
-
-    @functools.cached_property
-    def _shares(self) -> list[float]:
-        """Measured block times divided by predicted times, sorted."""
-        shares = list[float]()
-        for trial in self._profile.trials:
-            step_s = self.predict(trial.candidate).step_s if trial.is_whole else None
-            shares += [block_s / step_s for block_s in trial.block_s] if step_s else []
-        return sorted(shares)
 
     def may_fit(self, candidate: Candidate, limit_bytes: int) -> bool:
         """Return True unless counted bytes, or traced bytes without a margin, exceed the limit."""
@@ -327,10 +322,8 @@ class CostModel:
         return sum(self._saved.get((name, getattr(candidate, name)), 0.0) for name in names)
 
     def _recomputing(self, candidate: Candidate) -> float | None:
-        found, longer = (
-            self._profile.recomputable_of(candidate),
-            recompute_candidates.recompute_time_fraction(self._profile, candidate),
-        )
+        found = self._profile.recomputable_of(candidate)
+        longer = recompute_candidates.recompute_time_fraction(self._profile, candidate)
         plain = self._relative(candidate.having(recompute=None))
         measured = None if found is None else self._relative(found.candidate)
         return None if plain is None or measured is None or longer is None else plain + longer * measured
@@ -454,10 +447,8 @@ class CostModel:
 
     def _by_roofline(self, candidate: Candidate) -> float | None:
         if candidate.recompute is not None:
-            found, longer = (
-                self._profile.recomputable_of(candidate),
-                recompute_candidates.recompute_time_fraction(self._profile, candidate),
-            )
+            found = self._profile.recomputable_of(candidate)
+            longer = recompute_candidates.recompute_time_fraction(self._profile, candidate)
             plain = self._by_roofline(candidate.having(recompute=None))
             return None if found is None or plain is None or longer is None else plain + longer * found.step_s
         traced = self._trace_of(candidate)
@@ -480,7 +471,9 @@ class CostModel:
         Without trials, at least the uncertainty of convolution workspaces and of a GPU's allocator.
         """
         if self._profile.trials:
-            return max([MARGIN, *self._misses()])
+            plain = (trial for trial in self._weighed() if not trial.candidate.recompute)
+            found = ((trial.peak_bytes or 0, self.traced_bytes(trial.candidate)) for trial in plain)
+            return max([MARGIN, *(counted / bare - 1 for counted, bare in found if bare)])
         untold = ALLOCATOR if self._profile.device.kind == "cuda" else MARGIN
         return max(untold, CONVOLUTIONS) if self._profile.loop.has_workspaces else untold
 
@@ -494,9 +487,3 @@ class CostModel:
         """Margin on the peak of a step with recomputation: the worst excess over a chain's peak, at least `margin`."""
         found = ((t.peak_bytes, self._chained_bytes(t.candidate)) for t in self._weighed())
         return max([self.margin, *((counted or 0) / bare - 1 for counted, bare in found if bare)])
-
-    def _misses(self) -> Iterable[float]:
-        for trial in self._weighed():
-            bare = None if trial.candidate.recompute else self.traced_bytes(trial.candidate)
-            if bare:
-                yield (trial.peak_bytes or 0) / bare - 1

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 from trimtab.core.choice import Choice, MeasuredCost, Note
 from trimtab.core.errors import InfeasibleError, ValueGivenError
@@ -24,8 +24,7 @@ from trimtab.settings import SEARCHED, SETTINGS, unchanged
 _RISES = 1.02  # relative to the loop's own peak; repeated counts of a peak agree to about 1 %
 
 
-@dataclass(frozen=True)
-class _Decision:
+class _Decision(NamedTuple):
     """Chosen candidate and the result of the deciding final; None if no final decided."""
 
     winner: Candidate
@@ -60,14 +59,10 @@ def chosen_candidate(profile: Profile, objective: Objective, budget: Budget) -> 
 
 def _refuse_unknown(profile: Profile, objective: Objective) -> None:
     if objective.energy > 0 and not any(trial.watts for trial in profile.trials):
-        raise ValueGivenError(
-            "energy",
-            got=f"a weight of {objective.energy:g}",
-            problem=f"The objective gives energy the weight {objective.energy:g}, but the profile has no energy "
-            f"measurements ({profile.meter.reason or 'the meter failed'}).",
-            hint="Set Objective(energy=0), or pass watts with trimtab.Metering(watts=...) and plan again.",
-            code="energy.not_measured",
-        )
+        why = profile.meter.reason or "the meter failed"
+        problem = f"Energy has the weight {objective.energy:g}, but the profile has no energy measurements ({why})."
+        hint = "Set Objective(energy=0), or pass watts with trimtab.Metering(watts=...) and plan again."
+        raise ValueGivenError("energy", problem=problem, hint=hint, code="energy.not_measured")
 
 
 def choose_each(profile: Profile, objective: Objective, budget: Budget) -> tuple[Plan, ...]:
@@ -90,6 +85,7 @@ def _plan(
     told = explain.Explanations(profile, found, winner, decision.outcome, budget)
     blocks = profile.recomputable_of(winner)
     speed = None if decision.outcome is None else decision.outcome.speed
+    noise = resolution(None if decision.outcome is None else decision.outcome.control)
     weighs = objective.energy > 0
     counts = weighs or budget.energy is not None
 
@@ -114,7 +110,7 @@ def _plan(
         predicted=_predicted(profile, winner),
         measured=_measured(profile, winner),
         verified=None if speed is None else (speed.low, speed.high),
-        timing_noise=_timing_noise(decision.outcome),
+        timing_noise=noise if math.isfinite(noise) else None,
         stands_between=None if weighs else search_space.stands_between(found, winner, reference),
         front=tuple(point.shown for point in search_space.front(found, with_energy=counts)),
         meter=profile.meter,
@@ -122,12 +118,6 @@ def _plan(
         advice=advice_of(profile, _measured(profile, reference), _measured(profile, winner), winner),
         notes=(*profile.notes, *_notes_of_memory(profile, winner, budget)),
     )
-
-
-def _timing_noise(outcome: selection.FinalOutcome | None) -> float | None:
-    """Return the resolution of the deciding final's A/A control; None without a control."""
-    noise = resolution(None if outcome is None else outcome.control)
-    return noise if math.isfinite(noise) else None
 
 
 def _notes_of_memory(profile: Profile, winner: Candidate, budget: Budget) -> Iterator[Note]:
@@ -226,37 +216,26 @@ def _infeasible(profile: Profile, found: Sequence[PricedCandidate], budget: Budg
     near, rounds = search_space.nearest_refused(found, budget), profile.finals
     if near is None and budget.energy is not None and any(trial.block_s for trial in profile.trials):
         why = profile.meter.reason if profile.meter.is_absent else "the meter failed in every trial"
-        return InfeasibleError(
-            "budget",
-            got=f"an energy limit of {format_joules(budget.energy)} per step",
-            problem=f"The budget limits energy to {format_joules(budget.energy)} per step, but no energy was measured "
-            f"({why}).",
-            hint="Leave out Budget(energy=...), or pass watts with trimtab.Metering(watts=...).",
-            code="energy.not_measured",
-        )
+        limit = format_joules(budget.energy)
+        problem = f"The budget limits energy to {limit} per step, but no energy was measured ({why})."
+        hint = "Leave out Budget(energy=...), or pass watts with trimtab.Metering(watts=...)."
+        return InfeasibleError("budget", problem=problem, hint=hint, code="energy.not_measured")
     if near is None:
         reasons = "; ".join(sorted({t.error for t in profile.trials if t.error}))[:300]
-        return InfeasibleError(
-            "plan",
-            got="no successful trial",
-            problem=f"No trial of the loop ran: {reasons}." if reasons else "No trial of the loop ran.",
-            hint="Correct the error, and check that the unchanged loop trains.",
-            code="plan.no_trial_ran",
-        )
-    cost, finals_missed = near.cost, sum(point.refusal is None for point in found)
-    problem = f"No settings meet the budget. The nearest are {near.candidate.describe()}: {near.refusal}."
-    if rounds and finals_missed:
-        problem = (
-            f"No settings meet the budget: settings that were predicted to fit exceeded it in {len(rounds)} "
-            f"measurements, the last with {near.candidate.describe()}: {near.refusal}."
-        )
+        problem = f"No trial of the loop ran: {reasons}." if reasons else "No trial of the loop ran."
+        hint = "Correct the error, and check that the unchanged loop trains."
+        return InfeasibleError("plan", problem=problem, hint=hint, code="plan.no_trial_ran")
+    cost, nearest = near.cost, f"{near.candidate.describe()}: {near.refusal}"
+    problem = f"No settings meet the budget. The nearest are {nearest}."
+    if rounds and any(point.refusal is None for point in found):
+        missed = f"settings that were predicted to fit exceeded it in {len(rounds)} measurements"
+        problem = f"No settings meet the budget: {missed}, the last with {nearest}."
     how = "need" if cost.counted else "are predicted to need"
     more = f" (compared with a limit plus {100 * cost.margin:.2g}%)" if cost.margin and budget.time is not None else ""
     joules = "" if cost.energy_j is None or budget.energy is None else f" and {format_joules(cost.energy_j)}"
     return InfeasibleError(
         "budget",
-        got=f"{near.candidate.describe()}: {near.refusal}",
-        expected="a budget that some settings meet",
+        got=nearest,
         problem=problem,
         hint=f"Raise the budget: the nearest settings {how} {format_bytes(cost.peak_bytes)} and are predicted to take "
         f"{format_seconds(cost.step_s)}{joules} per step{more}.",

@@ -113,35 +113,29 @@ class _Step:
                 self._note(slope + self._chain[part.index].forward_bytes)
                 self._held += kept_bytes(self._chain[part.index], part)
                 self.runs[part.index] += 1
-            else:
-                self._drop(part.stages, slope)
-
-    def _drop(self, stages: range, slope: int) -> None:
-        before = 0
-        for index in stages:
-            self._note(slope + before + self._chain[index].dropping_bytes)
-            before = self._chain[index].output_bytes
-            self.runs[index] += 1
-        self._held += before
+                continue
+            before = 0
+            for index in part.stages:
+                self._note(slope + before + self._chain[index].dropping_bytes)
+                before = self._chain[index].output_bytes
+                self.runs[index] += 1
+            self._held += before
 
     def backward(self, schedule: Schedule) -> None:
         """Run backward and release the memory held for it."""
         for part in reversed(schedule):
             if isinstance(part, KeptBlock):
-                self._backward_of(part)
+                stage = self._chain[part.index]
+                self._held -= kept_bytes(stage, part)
+                self._note(backward_need(stage, part))
+                self._gradients += stage.gradient_bytes
+                self.recompute_s += stage.part.recompute_s if part.in_part and stage.part else 0.0
                 continue
             output = self._chain[part.stages[-1]].output_bytes
             self._held -= output
             self.recompute_s += sum(self._chain[index].forward_s for index in part.stages)
             self.forward(part.parts, output)
             self.backward(part.parts)
-
-    def _backward_of(self, part: KeptBlock) -> None:
-        stage = self._chain[part.index]
-        self._held -= kept_bytes(stage, part)
-        self._note(backward_need(stage, part))
-        self._gradients += stage.gradient_bytes
-        self.recompute_s += stage.part.recompute_s if part.in_part and stage.part else 0.0
 
     def _note(self, more: int) -> None:
         self.peak = max(self.peak, self._held + self._gradients + self._cached + more)

@@ -227,14 +227,14 @@ def next_recomputables(
     if fit and fit[0] == fastest and objective.memory == 0 and not always:
         return ()
     light = [] if fit else [min(found, key=lambda p: (p.cost.peak_bytes or math.inf, p.cost.step_s))]
-    wanted = dict.fromkeys(_to_measure(profile, point.candidate) for point in (fastest, *fit, *light))
+    modes = CostModel(profile).modes
+
+    def to_measure(candidate: Candidate) -> Candidate:
+        kept = {name: getattr(candidate, name) for name in ("loss_chunk", *OWN_PHASE)}
+        return next((mode.having(**kept) for mode in modes if mode.alike(candidate, *NOT_MODES)), candidate)
+
+    wanted = dict.fromkeys(to_measure(point.candidate) for point in (fastest, *fit, *light))
     return tuple(candidate for candidate in wanted if profile.recomputable_of(candidate) is None)
-
-
-def _to_measure(profile: Profile, candidate: Candidate) -> Candidate:
-    alike = (mode for mode in CostModel(profile).modes if mode.alike(candidate, *NOT_MODES))
-    kept = {name: getattr(candidate, name) for name in ("loss_chunk", *OWN_PHASE)}
-    return next((mode.having(**kept) for mode in alike), candidate)
 
 
 def _next_final(profile: Profile, objective: Objective, budget: Budget) -> SearchPhase | None:
@@ -312,7 +312,7 @@ def _head(profile: Profile, budget: Budget) -> tuple[Candidate, ...]:
     model, larger = CostModel(profile), (first.having(micro_batch=rows) for rows in sizes_to_consider(profile))
     for candidate in (first, *(each for each in larger if memory is None or model.may_fit(each, memory))):
         if chunks := chunk_candidates(profile, candidate):
-            return candidate, *chunks, *_small_chunk(profile, first, chunks)
+            return candidate, *chunks
     return (first,)
 
 
@@ -323,14 +323,6 @@ def _own_phase(name: str, profile: Profile, budget: Budget) -> tuple[Candidate, 
         return (first,)
     tried = (first.having(**{name: value}) for value in setting.candidates(profile, first))
     return tuple(dict.fromkeys((first, *tried)))
-
-
-def _small_chunk(profile: Profile, first: Candidate, beside: Sequence[Candidate]) -> tuple[Candidate, ...]:
-    """Return a candidate with chunks of a fourth of the unchunked size's tokens, if all given chunks are larger."""
-    chunk = _chunk(head_tokens(profile, first), _CHUNK_SHARES[0])
-    may_be_recorded = profile.device.kind == "cuda" and chunk >= _SMALLEST_CHUNK
-    smallest = min(beside, key=lambda each: each.loss_chunk or math.inf)
-    return (smallest.having(loss_chunk=chunk),) if may_be_recorded and chunk < (smallest.loss_chunk or 0) else ()
 
 
 def chunk_candidates(profile: Profile, first: Candidate) -> tuple[Candidate, ...]:
@@ -353,18 +345,13 @@ def _sizes(profile: Profile, budget: Budget) -> tuple[Candidate, ...]:
     sizes = [rows for rows in sizes_to_consider(profile) if rows < first.micro_batch]
     few = bool(profile.ran("modes")) and _is_told(profile, budget)
     head = (trial.candidate.micro_batch for trial in profile.stage("head")[:1] if trial.block_s)
-    larger = [rows for rows in head if rows > first.micro_batch] or _larger(profile, first, budget)
+    larger = [rows for rows in head if rows > first.micro_batch]
+    if not larger and profile.reference.accumulate > 1:  # The largest size that may fit, for a loop that accumulates.
+        model, limit = CostModel(profile), budget.memory_bytes or _MOST_BYTES
+        fit = (rows for rows in sizes_to_consider(profile) if model.may_fit(first.having(micro_batch=rows), limit))
+        larger = [rows for rows in fit if rows > first.micro_batch][:1]
     sizes = [*larger, *(sizes[:2][-1:] if few else sizes)]
     return (first, *(first.having(micro_batch=rows) for rows in sizes))
-
-
-def _larger(profile: Profile, first: Candidate, budget: Budget) -> list[int]:
-    """Return the largest size above the fastest mode's that may fit, if the loop accumulates; otherwise empty."""
-    if profile.reference.accumulate == 1:
-        return []
-    model, limit = CostModel(profile), budget.memory_bytes or _MOST_BYTES
-    fit = [rows for rows in sizes_to_consider(profile) if model.may_fit(first.having(micro_batch=rows), limit)]
-    return [rows for rows in fit if rows > first.micro_batch][:1]
 
 
 def _is_told(profile: Profile, budget: Budget) -> bool:

@@ -23,7 +23,7 @@ from trimtab.planner.trial_statistics import (
     speed_ratio,
     unknown_energy,
 )
-from trimtab.plans.profile import SLICED, Candidate, Profile, is_final
+from trimtab.plans.profile import Candidate, Profile, is_final
 from trimtab.settings import OWN_PHASE, SEARCHED, SETTINGS
 from trimtab.settings.conflicts import CONFLICTS, find_conflict
 
@@ -151,15 +151,12 @@ def _refusal(profile: Profile, candidate: Candidate, cost: PredictedCost, budget
     if unknown := unknown_energy(cost.energy_j, budget):
         return unknown
     refusal = over_budget(cost.step_s, cost.peak_bytes, budget, cost.energy_j)
-    refusal = refusal or over_own_peak(profile, cost.peak_bytes, budget)
+    refusal, how = refusal or over_own_peak(profile, cost.peak_bytes, budget), "predicted"
     if refusal is None and cost.margin:
-        refusal = over_budget(cost.limit_s, None, budget)
-        return refusal and _predicted(refusal, f"predicted with a margin of {100 * cost.margin:.2g}%")
-    return refusal if refusal is None or cost.counted else _predicted(refusal, "predicted")
-
-
-def _predicted(refusal: Note, how: str) -> Note:
-    return replace(refusal, text=f"{refusal.text} ({how})")
+        refusal, how = over_budget(cost.limit_s, None, budget), f"predicted with a margin of {100 * cost.margin:.2g}%"
+    elif cost.counted:
+        return refusal
+    return refusal and replace(refusal, text=f"{refusal.text} ({how})")
 
 
 def put_first(profile: Profile, objective: Objective, budget: Budget) -> tuple[Candidate, ...]:
@@ -177,11 +174,16 @@ def put_first(profile: Profile, objective: Objective, budget: Budget) -> tuple[C
     best = simplest_candidate(fitting, scores, profile.reference_candidate)
     stays = reference is not None and reference.refusal is None
     chosen = [] if stays and reference and not is_worth_a_change(best, reference, objective) else [best]
-    lightest = _lightest(_of_told_sizes(fitting, best, profile), best)
+    # Without a trial of sizes, the cost of smaller micro-batches is unknown.
+    are_told = not profile.trials or bool(profile.stage("sizes"))
+    told = [p for p in fitting if are_told or p.candidate.micro_batch >= best.candidate.micro_batch]
+    lightest = _lightest(told, best)
     chosen += [lightest] if lightest is not None else []
-    chosen += _without_recomputing(fitting, scores, chosen)
-    chosen += _with_head_whole(fitting, chosen)
-    chosen += _of_sizes_that_ran(fitting, scores, chosen, profile)
+    if chosen and chosen[0].candidate.recompute is not None:  # Recomputation may fail its proof.
+        plain = [point for point in fitting if point.candidate.recompute is None]
+        chosen += [min(plain, key=lambda point: scores[point.candidate])] if plain else []
+    if chosen and chosen[0].candidate.compiled and chosen[0].candidate.loss_chunk:  # Compilers may chunk by themselves.
+        chosen += [point for point in fitting if point.candidate == chosen[0].candidate.having(loss_chunk=None)]
     chosen += _doubted(fitting, best, scores, profile) if chosen and not profile.over_time_budget else []
     return tuple(dict.fromkeys(p.candidate for p in chosen if p.candidate != profile.reference_candidate))
 
@@ -191,38 +193,6 @@ def lightest(profile: Profile, budget: Budget) -> tuple[Candidate, ...]:
     fitting = [point for point in priced_candidates(profile, budget) if point.refusal is None]
     light = min(fitting, key=lambda point: point.cost.peak_bytes or math.inf, default=None)
     return () if light is None else (light.candidate,)
-
-
-def _without_recomputing(
-    fitting: Sequence[PricedCandidate], scores: Mapping[Candidate, float], chosen: Sequence[PricedCandidate]
-) -> list[PricedCandidate]:
-    """Return the best point without recomputation if the best overall recomputes, which may fail its proof."""
-    plain = [point for point in fitting if point.candidate.recompute is None]
-    if not plain or not chosen or chosen[0].candidate.recompute is None:
-        return []
-    return [min(plain, key=lambda point: scores[point.candidate])]
-
-
-def _with_head_whole(fitting: Sequence[PricedCandidate], chosen: Sequence[PricedCandidate]) -> list[PricedCandidate]:
-    """Return the best point with a whole head, if it is compiled and chunked: compilers may chunk by themselves."""
-    if not chosen or not chosen[0].candidate.compiled or chosen[0].candidate.loss_chunk is None:
-        return []
-    whole = chosen[0].candidate.having(loss_chunk=None)
-    return [point for point in fitting if point.candidate == whole]
-
-
-def _of_sizes_that_ran(
-    fitting: Sequence[PricedCandidate],
-    scores: dict[Candidate, float],
-    chosen: Sequence[PricedCandidate],
-    profile: Profile,
-) -> list[PricedCandidate]:
-    """Return the best point at a size that ran, if no mode ran at the whole batch."""
-    ran = max((t.candidate.micro_batch for t in profile.ran(SLICED)), default=math.inf)
-    safe = [point for point in fitting if point.candidate.micro_batch <= ran]
-    if not chosen or not safe or chosen[0].candidate.micro_batch <= ran:
-        return []
-    return [simplest_candidate(safe, {p.candidate: scores[p.candidate] for p in safe}, profile.reference_candidate)]
 
 
 def score(point: PricedCandidate, objective: Objective, reference: PricedCandidate) -> float:
@@ -330,14 +300,6 @@ def _lightest(fitting: Sequence[PricedCandidate], best: PricedCandidate) -> Pric
     as_fast = [p for p in fitting if (p.cost.step_s or 0.0) <= limit_s and p.cost.peak_bytes is not None]
     light = [point for point in as_fast if (point.cost.peak_bytes or 0) <= limit]
     return min(light, key=lambda point: (point.cost.peak_bytes or 0, point.cost.step_s), default=None)
-
-
-def _of_told_sizes(
-    fitting: Sequence[PricedCandidate], best: PricedCandidate, profile: Profile
-) -> list[PricedCandidate]:
-    """Return the points of at least the best's size if no smaller size was tried, because its cost is unknown."""
-    is_told = not profile.trials or bool(profile.stage("sizes"))
-    return [point for point in fitting if is_told or point.candidate.micro_batch >= best.candidate.micro_batch]
 
 
 def _doubted(

@@ -6,13 +6,13 @@ import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Protocol, TypeVar
+from typing import Any, TypeVar
 
 from trimtab.core.choice import Note
 from trimtab.core.objective import Budget, Cost, Objective
 from trimtab.core.units import format_bytes, format_joules, format_seconds
 from trimtab.planner.statistics import MIN_PAIRS_FOR_VERDICT, Interval, rank_interval, ratio_interval, resolution
-from trimtab.plans.profile import Candidate, Profile, Trial
+from trimtab.plans.profile import Profile, Trial
 
 # Blocks after which a phase may drop candidates that lost all of them; acceptance needs the blocks of a full verdict.
 MIN_BLOCKS = 3
@@ -176,29 +176,17 @@ def saved_memory_fraction(ours: Trial, theirs: Trial) -> float:
 # Successive elimination: selection of a search phase's candidates for the next round.
 
 
-class RunningCandidate(Protocol):
-    """Properties of a running candidate: settings, block times, peak memory, and True for the A/A control."""
-
-    @property
-    def candidate(self) -> Candidate: ...
-    @property
-    def block_s(self) -> Sequence[float]: ...
-    @property
-    def peak_bytes(self) -> int | None: ...
-    @property
-    def control(self) -> bool: ...
-
-
-Arm = TypeVar("Arm", bound=RunningCandidate)
+Arm = TypeVar("Arm", bound=Any)  # a trial or a running candidate: candidate, block_s, peak_bytes and control
 
 
 def still_open(running: Sequence[Arm], incumbent: Arm, *, orders: bool) -> list[Arm]:
     """Return the candidates to run in the next round; the incumbent, the first of the phase, may have failed."""
-    rival = _leader(running, incumbent) if orders else incumbent
+    raced = [arm for arm in running if orders and arm.block_s and not arm.control]
+    rival = min(raced, key=lambda arm: statistics.median(arm.block_s), default=incumbent)
     return [arm for arm in running if arm.control or not has_lost(arm, rival)]
 
 
-def has_lost(arm: RunningCandidate, rival: RunningCandidate) -> bool:
+def has_lost(arm: Arm, rival: Arm) -> bool:
     """Return True if a candidate is behind a rival.
 
     Never True for a fused step alone, because its gain is too small to show in a whole step.
@@ -207,8 +195,3 @@ def has_lost(arm: RunningCandidate, rival: RunningCandidate) -> bool:
         return False
     is_lighter = (arm.peak_bytes or 2**63) <= (1 - WORTH_SAVING) * (rival.peak_bytes or 0)
     return is_behind(arm.block_s, rival.block_s, is_lighter=is_lighter)
-
-
-def _leader(running: Sequence[Arm], incumbent: Arm) -> Arm:
-    raced = [arm for arm in running if arm.block_s and not arm.control]
-    return min(raced, key=lambda arm: statistics.median(arm.block_s), default=incumbent)

@@ -314,19 +314,6 @@ _UNCLIPPED = "not tried: a range test is too short for rare outliers"
 _LONGEST_RISE = 0.3
 
 
-def tried_settings(plan: Plan) -> tuple[str, ...]:
-    """Return the training settings that were tried, kept or not, by their names in `adapt`."""
-    shapes = {plan.schedule.value, *(loser.value for loser in plan.schedule.rejected)}
-    found = {
-        "learning_rate": plan.learning_rate_scale != unchanged("learning_rate_scale"),
-        "schedule": "warmup_linear" in shapes,
-        "optimizer": plan.optimizer != unchanged("optimizer"),
-        "dropout": bool(plan.dropout.rejected),  # the reason may also state why no comparison was run
-        "batch": plan.batch_policy != unchanged("batch_policy"),
-    }
-    return tuple(name for name, was in found.items() if was)
-
-
 def adapt_learning_rate(
     plan: Plan, rates: RateChoice, search_s: float, *, may_clip: bool = False, run_steps: int | None = None
 ) -> Plan:

@@ -18,10 +18,20 @@ from trimtab.core.objective import Budget, Objective
 from trimtab.core.parallelism import StepShape
 from trimtab.core.units import format_bytes, format_seconds
 from trimtab.planner.communication_cost import WindowCost
-from trimtab.planner.dry_run_selection import CompletedDryRuns, DryRunResult, saying_missed
-from trimtab.planner.multi_rank_plan import WORTH, ways_to_send, with_fastest_communication
+from trimtab.planner.multi_rank_plan import (
+    WAYS,
+    WORTH,
+    CompletedDryRuns,
+    DryRunResult,
+    RankPeakMemory,
+    Way,
+    at_stage,
+    profile_for_stage,
+    saying_missed,
+    ways_to_send,
+    with_fastest_communication,
+)
 from trimtab.planner.plan_choice import choose_each
-from trimtab.planner.rank_profile import WAYS, RankPeakMemory, Way, at_stage, profile_for_stage
 from trimtab.planner.search_space import WORTH_A_RUN
 from trimtab.plans.plan import Plan
 from trimtab.plans.profile import Profile
@@ -139,8 +149,6 @@ def choose_stage(
     if not feasible:
         raise InfeasibleError(
             "budget",
-            got=f"stage {found[-1].way[0]}: {found[-1]}",
-            expected="a budget that some ZeRO stage meets",
             problem=f"No ZeRO stage on {ranks} ranks meets the budget. Stage {found[-1].way[0]}: {found[-1]}.",
             hint="Raise the budget, or use more ranks.",
         )
@@ -157,10 +165,9 @@ def ways_of(engine: str) -> tuple[Way, ...]:
 
 def held_with(device_kind: str, way: Way) -> float:
     """Return the relative margin on a rank's predicted peak before comparison with a limit."""
-    stage, reduces_once = way
-    if device_kind != "cpu" or stage < 2:
+    if device_kind != "cpu" or way[0] < 2:
         return 0.0
-    return GLOO_ONCE if reduces_once else GLOO_EACH
+    return GLOO_ONCE if way[1] else GLOO_EACH
 
 
 def _considered(
@@ -278,7 +285,9 @@ def _cost(plan: Plan, job: _Job, way: Way, margin: float) -> StageCost | None:
         plan = replace(plan, **{name: getattr(ran.plan, name) for name in ("reduce_dtype", "bucket_bytes")})
     elif job.engine == "torch" and not job.rehearsed.as_usual:
         plan = with_fastest_communication(plan, job.calibration, shape)
-    cost = _as_sent(plan, job.calibration, shape)
+    bucket = None if plan.bucket_bytes.value is None else int(plan.bucket_bytes.value)
+    sent = ways_to_send(plan, job.calibration, shape)[str(plan.reduce_dtype.value), bucket]
+    cost = replace(sent.cost, exposed_s=sent.cost.exposed_s + sent.cast_s)
     measured = None if ran is None or ran.refusal else MeasuredCost(ran.window_s, ran.peak_bytes)
     bare = replace(
         plan, baseline=None, measured=measured, verified=None, timing_noise=None, front=(), stands_between=None
@@ -288,21 +297,12 @@ def _cost(plan: Plan, job: _Job, way: Way, margin: float) -> StageCost | None:
     return StageCost(way, told, cost, margin, ran, slower)
 
 
-def _as_sent(plan: Plan, calibration: LinkCalibration, shape: StepShape) -> WindowCost:
-    bucket = None if plan.bucket_bytes.value is None else int(plan.bucket_bytes.value)
-    way = ways_to_send(plan, calibration, shape)[str(plan.reduce_dtype.value), bucket]
-    return replace(way.cost, exposed_s=way.cost.exposed_s + way.cast_s)
-
-
 def _with_size(best: StageCost, costs: Sequence[StageCost]) -> StageCost:
     """Return the best plan with the costs of the other micro-batch sizes as rejected alternatives."""
     size = best.plan.micro_batch
-    others: dict[Scalar, Rejected] = {
-        value: Rejected(value, str(each), "predicted.worse")
-        for each in reversed(costs)
-        for value in (each.plan.micro_batch.value,)
-    }
-    rejected = {loser.value: loser for loser in size.rejected} | others
+    rejected: dict[Scalar, Rejected] = {loser.value: loser for loser in size.rejected}
+    others = {each.plan.micro_batch.value: each for each in reversed(costs)}
+    rejected |= {value: Rejected(value, str(each), "predicted.worse") for value, each in others.items()}
     rejected.pop(size.value, None)
     with_sent = f"{size.reason}; with communication, {best}" if len(others) > 1 else size.reason
     chosen = replace(size, reason=with_sent, rejected=tuple(rejected.values()))
@@ -338,9 +338,8 @@ def _rejected(value: Scalar, each: StageCost | RefusedStage) -> Rejected:
 
 def stages_text(found: Stages) -> str:
     """Return a table of the cost of every way to shard, with its limitations."""
-    return "\n".join(
-        ["Cost of a rank at each ZeRO stage, predicted:", *(f"  {_line(each)}" for each in found), f"  {_NOT_TOLD}"]
-    )
+    lines = (f"  {_line(each)}" for each in found)
+    return "\n".join(["Cost of a rank at each ZeRO stage, predicted:", *lines, f"  {_NOT_TOLD}"])
 
 
 def _line(each: StageCost | RefusedStage) -> str:

@@ -18,8 +18,7 @@ from torch.distributed.launcher import api
 
 from trimtab.core.errors import RankError
 from trimtab.core.serialization import to_json
-from trimtab.distributed.launch import launch
-from trimtab.distributed.launched_rank import LAUNCHER, REPORTS, LaunchedRank, rank_lost, ranks_failed
+from trimtab.distributed.launch import LAUNCHER, REPORTS, LaunchedRank, launch, rank_lost, ranks_failed
 from trimtab.plans.plan import Plan
 
 ROOT = Path(__file__).parents[3]

@@ -18,10 +18,10 @@ from trimtab.core.errors import InfeasibleError, UsageError, ValueGivenError
 from trimtab.core.objective import Budget, Objective
 from trimtab.core.parallelism import StepShape
 from trimtab.core.progress import silent
-from trimtab.distributed import backend_selection, plan_on_ranks, zero_stage_inputs
-from trimtab.distributed.zero_stage_inputs import StageMeasurements
+from trimtab.distributed import backend_selection, plan_on_ranks
+from trimtab.distributed.plan_on_ranks import StageMeasurements
 from trimtab.losses import Summed
-from trimtab.planner.dry_run_selection import MOST_REHEARSALS, DryRunResult, by_default, way_of
+from trimtab.planner.multi_rank_plan import MOST_REHEARSALS, DryRunResult, by_default, way_of
 from trimtab.planner.plan_choice import choose
 from trimtab.plans.plan import Plan
 from trimtab.profiling.communication_profile import step_shape
@@ -65,14 +65,14 @@ def profile():
 @pytest.fixture
 def of_two(monkeypatch):
     """Have a job of two ranks, as the first of them sees it."""
-    monkeypatch.setattr(zero_stage_inputs.dist, "get_world_size", lambda group=None: 2)
+    monkeypatch.setattr(plan_on_ranks.dist, "get_world_size", lambda group=None: 2)
     monkeypatch.setattr(plan_on_ranks, "from_first", lambda make: make())
 
 
 def chosen(profile, loop, **how) -> Plan:
-    share = zero_stage_inputs.share_of(profile, loop, silent, **how)
+    share = plan_on_ranks.share_of(profile, loop, silent, **how)
     made = (
-        plan_on_ranks.BroadcastPlan(zero_stage_inputs.of_replicas(profile, share), None, share)
+        plan_on_ranks.BroadcastPlan(plan_on_ranks.of_replicas(profile, share), None, share)
         if isinstance(share, str)
         else share
     )
@@ -84,7 +84,7 @@ def refuses(*args, **kwargs):
 
 
 def test_ample_memory_is_not_asked_about(profile, of_two, monkeypatch):
-    monkeypatch.setattr(zero_stage_inputs, "trace_here", refuses)
+    monkeypatch.setattr(plan_on_ranks, "trace_here", refuses)
     plan = chosen(replace(profile, budget=Budget()), loop_of())
     assert (plan.zero_stage.value, plan.num_ranks) == (0, 2)
     assert plan.zero_stage.code == "ranks.replicated"
@@ -92,12 +92,12 @@ def test_ample_memory_is_not_asked_about(profile, of_two, monkeypatch):
 
 def test_limits_of_memory_time_and_energy_choose_what_is_traced(profile, of_two, monkeypatch):
     weighed = replace(profile, budget=Budget(), objective=Objective(1.0, 1.0))
-    assert isinstance(zero_stage_inputs.share_of(weighed, loop_of(), silent), zero_stage_inputs.StageMeasurements)
+    assert isinstance(plan_on_ranks.share_of(weighed, loop_of(), silent), plan_on_ranks.StageMeasurements)
     limited = replace(profile, budget=Budget(time=1e3))
-    assert isinstance(zero_stage_inputs.share_of(limited, loop_of(), silent), zero_stage_inputs.StageMeasurements)
-    monkeypatch.setattr(zero_stage_inputs, "trace_here", refuses)
+    assert isinstance(plan_on_ranks.share_of(limited, loop_of(), silent), plan_on_ranks.StageMeasurements)
+    monkeypatch.setattr(plan_on_ranks, "trace_here", refuses)
     limited = replace(profile, budget=Budget(2**30, energy=50.0))
-    assert zero_stage_inputs.share_of(limited, loop_of(), silent) == zero_stage_inputs.NO_JOULES
+    assert plan_on_ranks.share_of(limited, loop_of(), silent) == plan_on_ranks.NO_JOULES
 
 
 def test_parameters_that_are_not_trained_are_gathered_and_not_reduced(profile):
@@ -109,10 +109,10 @@ def test_parameters_that_are_not_trained_are_gathered_and_not_reduced(profile):
 
 
 def test_a_plan_that_adapts_is_for_replicas(profile, of_two, monkeypatch):
-    monkeypatch.setattr(zero_stage_inputs, "trace_here", refuses)
+    monkeypatch.setattr(plan_on_ranks, "trace_here", refuses)
     plan = chosen(profile, loop_of(), adapts=True)
     assert plan.zero_stage.value == 0
-    assert plan.zero_stage.reason.endswith(f"; {zero_stage_inputs.ADAPTS}")
+    assert plan.zero_stage.reason.endswith(f"; {plan_on_ranks.ADAPTS}")
 
 
 def test_ranks_hold_replicas_where_memory_is_unknown(profile, of_two, monkeypatch):
@@ -142,7 +142,7 @@ def test_replicas_that_do_not_fit_say_why_there_is_no_other_stage(profile):
     limited, said = replace(profile, budget=Budget(100)), []
     for why in ("it adapts", ""):
         with pytest.raises(InfeasibleError) as refused:
-            zero_stage_inputs.of_replicas(limited, why)
+            plan_on_ranks.of_replicas(limited, why)
         said.append(refused.value)
     told, plain = said
     assert (told.code, told.field, told.hint) == (plain.code, plain.field, plain.hint)

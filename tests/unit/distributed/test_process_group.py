@@ -154,36 +154,9 @@ def store():
     return dist.HashStore()
 
 
-def heard_by(store, key, limit_s=5.0):
-    """Return a rank's thread that awaits a word, begun."""
-    rank = threading.Thread(target=group_module.await_value, args=(store, key, limit_s))
-    rank.start()
-    return rank
-
-
-def test_a_word_that_all_have_heard_is_removed_with_the_next(store):
-    group_module.write_value(store, "one", "1", readers=2)
-    for rank in [heard_by(store, "one"), heard_by(store, "one")]:
-        rank.join()
-    group_module.write_value(store, "two", "2", readers=2)
-    assert not store.check(["one"])
-    assert store.get("two") == b"2"
-
-
-def test_a_word_that_one_has_not_heard_stays(store):
-    group_module.write_value(store, "one", "1", readers=2)
-    heard_by(store, "one").join()
-    group_module.write_value(store, "two", "2", readers=2)
-    assert store.check(["one"])  # of one that is gone `get` would wait
-    assert store.get("one") == b"1"
-    heard_by(store, "one").join()
-    group_module.write_value(store, "three", "3", readers=2)
-    assert not store.check(["one"])
-
-
 def test_a_word_may_take_longer_than_silence_does(store):
     with group_module.send_heartbeats(store, "slow", 0.4):
-        late = threading.Timer(1.0, group_module.write_value, (store, "slow", "done", 1))
+        late = threading.Timer(1.0, store.set, ("slow", "done"))
         late.start()
         assert group_module._word_of(store, 1, "slow", 0.4) == "done"
         late.join()

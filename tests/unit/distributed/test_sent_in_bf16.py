@@ -9,9 +9,8 @@ from raising import raises
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from trimtab.core.errors import DependencyError, OptimizerError
-from trimtab.distributed import fsdp2
-from trimtab.distributed.fsdp2 import FsdpShards, require_step_of_shards, send_in_bf16
+from trimtab.core.errors import OptimizerError
+from trimtab.distributed.fsdp2 import FsdpShards, require_step_of_shards
 
 MICRO = 9
 SMALL = 2.0**-9  # what bf16 drops beside 1
@@ -49,15 +48,6 @@ def test_gradients_are_summed_in_fp32_and_sent_in_bf16(mesh, stage, monkeypatch)
     FsdpShards(stage, mesh, reduces_once=True, reduce_dtype="bf16").make(model)
     model(torch.tensor([[1 + 2.0**-9]])).sum().backward()
     assert next(model.parameters()).grad.full_tensor().unique() == 1
-
-
-def test_a_torch_that_takes_no_way_to_send_of_ours_is_refused(mesh, monkeypatch):
-    class Without(nn.Module):
-        pass
-
-    monkeypatch.setattr(fsdp2, "FSDPModule", Without)
-    with raises(DependencyError, code="torch.version_unsupported", field="torch"):
-        send_in_bf16(Without())
 
 
 def test_a_fused_step_of_shards_is_refused_for_optimizers_without_one():

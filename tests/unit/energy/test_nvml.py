@@ -1,16 +1,16 @@
-"""A GPU's counter by a module that is made up: the right GPU, its counter or its power, or why neither."""
+"""A GPU's counter by a module that is made up: the right GPU, its counter, or why there is none."""
 
 from __future__ import annotations
 
 import importlib.util
 
 import pytest
-from meter_machine import Clock, Gpu, Library, NVMLError
+from meter_machine import Gpu, Library, NVMLError
 
 from trimtab.core.energy_reading import PowerLimit, Provenance
 from trimtab.energy import nvml as module
 from trimtab.energy.energy_meter import MeterLost, NoMeter
-from trimtab.energy.nvml import SAMPLED_S, Nvml, nvml
+from trimtab.energy.nvml import Nvml, nvml
 
 FIRST, SECOND = "aaaa-0001", "bbbb-0002"  # as torch writes them
 
@@ -63,20 +63,9 @@ def test_a_gpu_that_is_shared_out_is_refused(library):
     assert Nvml(FIRST, library=library).joules() == 1000.0
 
 
-def test_without_a_counter_power_is_sampled_and_said_to_be():
-    library, clock = Library([Gpu("GPU-a", millijoules=None, milliwatts=100_000)]), Clock()
-    meter = Nvml("a", library=library, clock=clock)
-    clock.now += 1
-    library.gpus[0].milliwatts = 200_000
-    assert meter.joules() == pytest.approx(150.0)
-    clock.now += 1
-    assert meter.joules() == pytest.approx(350.0)
-    assert meter.sources == ("nvml gpu 0 power, sampled at least every 2 s",)
-    assert meter.period_s == SAMPLED_S
-    clock.now += SAMPLED_S + 1
-    with pytest.raises(MeterLost, match="3 s") as caught:
-        meter.joules()
-    assert caught.value.code == "meter.read_too_late"
+@pytest.mark.parametrize("gpu", [Gpu("GPU-a", millijoules=None), Gpu("GPU-a", is_old=True)])
+def test_a_gpu_without_a_counter_is_refused(gpu):
+    assert nvml("a", library=Library([gpu])).code == "nvml.failed"
 
 
 @pytest.mark.parametrize(("fault", "words"), [("is_lost", "GPU is lost"), ("is_denied", "Insufficient Permissions")])
@@ -88,11 +77,6 @@ def test_a_counter_that_fails_is_lost_and_not_zero(library, fault, words):
     found = nvml(FIRST, library=library)
     assert (found.provenance, found.code) == (Provenance.ABSENT, "nvml.failed")
     assert words in found.reason
-
-
-def test_a_driver_that_knows_neither_counters_nor_slices_tells_power():
-    library = Library([Gpu("GPU-a", is_old=True)])
-    assert Nvml("a", library=library).sources == ("nvml gpu 0 power, sampled at least every 2 s",)
 
 
 def test_without_a_driver_it_says_so():

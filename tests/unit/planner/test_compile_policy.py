@@ -11,9 +11,8 @@ from trimtab.core.choice import COMPILED_GRAPHS, CUDA_GRAPHS, SplitCheck, is_by_
 from trimtab.core.hardware import DeviceSpec
 from trimtab.core.objective import Budget, Objective, Reference
 from trimtab.planner.cost_model import CostModel
-from trimtab.planner.multi_rank_plan import for_replicas
+from trimtab.planner.multi_rank_plan import for_replicas, profile_for_stage
 from trimtab.planner.plan_choice import choose
-from trimtab.planner.rank_profile import profile_for_stage
 from trimtab.plans.plan import Plan
 from trimtab.plans.profile import Candidate, Profile
 

@@ -13,8 +13,14 @@ from trimtab.core.errors import InfeasibleError
 from trimtab.core.parallelism import StepShape
 from trimtab.core.serialization import from_json, to_json
 from trimtab.experiments.rank_plan_output import stage_figures
-from trimtab.planner.dry_run_selection import CompletedDryRuns, DryRunResult, by_default, plan_for_gradients, way_of
-from trimtab.planner.multi_rank_plan import with_fastest_communication
+from trimtab.planner.multi_rank_plan import (
+    CompletedDryRuns,
+    DryRunResult,
+    by_default,
+    plan_for_gradients,
+    way_of,
+    with_fastest_communication,
+)
 from trimtab.planner.zero_stage import StageCost, choose_stage
 from trimtab.plans.plan import Plan
 

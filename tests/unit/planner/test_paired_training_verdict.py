@@ -16,18 +16,13 @@ from trimtab.core.choice import Choice, Effect, MeasuredCost, Rejected
 from trimtab.planner.statistics import is_gain, ratio_interval
 from trimtab.planner.tuned_plan import (
     PairedTrainingVerdict,
-    RateChoice,
     ShortPair,
     ShortRun,
-    adapt_learning_rate,
-    adapt_schedule,
     adapt_setting,
     is_lost,
     judge_rival,
-    tried_settings,
 )
 from trimtab.plans.plan import Plan
-from trimtab.settings import unchanged
 
 STEPS = 60
 
@@ -216,23 +211,3 @@ def test_a_rival_that_lost_leaves_the_plan_and_its_reason():
     assert (found.optimizer.value, found.optimizer.reason, found.changes) == ("user", "later by 2x", ())
     assert found.optimizer.rejected == (Rejected("muon", "later by 2x", "paired_run.later"),)
     assert (found.measured, found.planning_s, found.search_s) == (stands.measured, 14.0, 5.0)
-
-
-@pytest.mark.parametrize("won", [True, False])
-def test_what_was_tried_is_told_whether_it_was_kept_or_not(won):
-    verdict, plan = PairedTrainingVerdict(won, "so"), Plan.fixed(8)
-    assert tried_settings(plan) == ()
-    rated = adapt_learning_rate(plan, RateChoice(4.0, "a third of 12x"), 1.0)
-    assert tried_settings(rated) == ("learning_rate",)
-    line = replace(unchanged("schedule"), value="warmup_linear", changed=True)
-    assert tried_settings(adapt_schedule(rated, replace(rated, schedule=line), verdict, 1.0)) == (
-        "learning_rate",
-        "schedule",
-    )
-    none = replace(plan, dropout=replace(unchanged("dropout"), value=0.0, changed=True))
-    assert tried_settings(adapt_setting("dropout", plan, none, verdict, 1.0)) == ("dropout",)
-    assert (
-        tried_settings(replace(plan, dropout=replace(unchanged("dropout"), reason="not raced: it repeats its data")))
-        == ()
-    )
-    assert tried_settings(adapt_setting("optimizer", *planned(), verdict, 1.0))[-1] == "optimizer"

@@ -15,8 +15,8 @@ from trimtab.core.objective import Budget, Objective
 from trimtab.core.parallelism import StepShape
 from trimtab.distributed.deepspeed_backend import config_of
 from trimtab.planner import zero_stage
+from trimtab.planner.multi_rank_plan import WAYS, RankPeakMemory, profile_for_stage
 from trimtab.planner.plan_choice import choose_each
-from trimtab.planner.rank_profile import WAYS, RankPeakMemory, profile_for_stage
 from trimtab.planner.zero_stage import StageCost, choose_stage, held_with, stages_text
 from trimtab.plans.profile import Profile
 
