@@ -544,7 +544,7 @@ def test_a_comparison_and_its_report(trimtab, tmp_path):
     assert {path.name for path in (tmp_path / "out").iterdir()} >= RESULT
 
     assert trimtab(line).succeeded().out.rstrip().endswith("report: out/report.html")
-    for option, setting in (("--cap 9", "length"), ("--memory 1GiB", "planning")):
+    for option, setting in (("--steps 8", "--steps"), ("--cap 9", "--cap"), ("--memory 1GiB", "--memory")):
         explained(trimtab(f"{line} {option}"), "folder.settings_differ", setting, "--out")
 
     again = trimtab("report out --out elsewhere").succeeded()

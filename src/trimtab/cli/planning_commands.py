@@ -1,4 +1,4 @@
-"""Commands without training: doctor, profile, plan."""
+"""Commands without training: doctor, tasks, estimate, profile, plan."""
 
 from __future__ import annotations
 
@@ -36,6 +36,60 @@ def doctor(as_json: Json = False) -> None:
         return
     for finding in findings:
         print_text(f"{'ok' if finding.ok else '--'}  {finding.name:<22} {finding.detail}")
+
+
+def tasks(as_json: Json = False) -> None:
+    """List the built-in tasks, and the ways to name your own."""
+    import ast
+
+    import trimtab.tasks
+    from trimtab.tasks import BUILT_IN
+
+    folder = Path(trimtab.tasks.__file__).parent
+    sources = {name: ast.parse((folder / f"{name}.py").read_text(encoding="utf-8")) for name in BUILT_IN}
+    about = {name: (ast.get_docstring(source) or "").partition("\n")[0] for name, source in sources.items()}
+    if as_json:
+        print_json({"schema": 1, "name": "tasks", "rows": [{"task": name, "about": about[name]} for name in about]})
+        return
+    print_text("\n".join(f"{name:<14} {text}" for name, text in about.items()))
+    print_text(
+        "\nYour own:\n"
+        "  train.py:setup    a function setup(seed) that returns a trimtab.Loop\n"
+        "  my_task.py:task   a trimtab.tasks.Task; `trimtab init` writes an example\n"
+        "  my_module:task    the same, in a module of this folder"
+    )
+
+
+def estimate(
+    model: Annotated[
+        str,
+        typer.Argument(
+            help="type, folder or cached hub name of a Transformers model, a timm or torchvision name, or a task"
+        ),
+    ],
+    batch_size: Annotated[
+        int | None, typer.Option(min=1, help="samples per optimizer step (default: 8, or the task's)")
+    ] = None,
+    length: Annotated[
+        int | None, typer.Option(min=1, help="tokens of a sample (default: the model's, up to 1024)")
+    ] = None,
+    image_size: Annotated[
+        int | None, typer.Option(min=1, help="pixels of an image's side (default: the model's)")
+    ] = None,
+    device: Annotated[
+        str, typer.Option(help="devices, separated by commas, such as 'RTX 4090'; cpu (this machine) or all")
+    ] = "all",
+    optimizer: Annotated[str | None, typer.Option(help="adamw (default) or sgd")] = None,
+    memory: Annotated[str | None, typer.Option(help="memory limit instead of the device's, such as 16GiB")] = None,
+    as_json: Json = False,
+) -> None:
+    """Predict the step time and peak memory of a model on a device, and the fastest settings that fit. Runs nothing."""
+    from trimtab.experiments.estimate import estimate as run
+
+    size: dict[str, Any] = {"batch_size": batch_size, "length": length, "image_size": image_size}
+    with ProgressBar() as progress:
+        found = run(model, device, **size, optimizer=optimizer, memory=memory, progress=progress)
+    print_json({"schema": 1, "name": "estimate", **found.as_json()}) if as_json else print_text(str(found))
 
 
 def profile(
