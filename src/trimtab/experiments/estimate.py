@@ -205,7 +205,7 @@ def estimate(
         size = SampleSize(
             8 if batch_size is None else validation.integer("--batch-size", batch_size), length, image_size
         )
-        if ":" in name or name in BUILT_IN:
+        if ":" in name or name.endswith(".py") or name in BUILT_IN:
             loop = _loop_of_task(name, batch_size, size, optimizer)
         else:
             loop = _loop_of_model(name, size, optimizer or "adamw")
@@ -331,21 +331,24 @@ class TracedLoop:
         base = self._bases[kind]
         there = replace(base.for_device(device), budget=Budget(device.memory_bytes))
         there = traced_for(there, recorded_traces(base))
-        own = recorded_traces(base)([there.reference_candidate])
-        missing = [each for each in own if all(each.candidate != other.candidate for other in there.traces)]
-        there = replace(there, traces=(*missing, *there.traces))
+        unfused = [each.candidate.having(fused_optimizer=False) for each in there.traces]
+        plain = recorded_traces(base)(list(dict.fromkeys([there.reference_candidate, *unfused])))
+        known = {each.candidate for each in there.traces}
+        there = replace(there, traces=(*(each for each in plain if each.candidate not in known), *there.traces))
         return with_blocks(there, partial(self._traced_blocks, kind, splits=base.check.splittable))
 
     def _as_it_is(self, traced: Profile, kind: str) -> Sequence[TracedCandidate]:
-        """Return the trace of the loop with its own optimizer step, in the implementation that torch uses there."""
+        """Return the traces of the loop with its own optimizer step, in the implementation that torch uses there."""
         reference = traced.reference_candidate
+        half = (reference.having(precision=each.candidate.precision) for each in traced.traces)
+        candidates = list(dict.fromkeys([reference, *half]))
         model, optimizer, loss_fn, batch = self._loop.parts
         groups = [g for g in optimizer.param_groups if "foreach" in g and g["foreach"] is None and not g.get("fused")]
         self._progress("tracing the plain loop", 0.2)
         for group in groups:
             group["foreach"] = kind == "cuda"
         try:
-            found = trace_elsewhere(model, optimizer, loss_fn, batch, [reference], kind=kind)
+            found = trace_elsewhere(model, optimizer, loss_fn, batch, candidates, kind=kind)
         finally:
             for group in groups:
                 group["foreach"] = None

@@ -12,12 +12,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
 
 from trimtab.core.errors import DependencyError, FormatError, ModelError, ValueGivenError
 from trimtab.measure.fake_tensors import FakeTensors
+from trimtab.tasks import BUILT_IN
 from trimtab.training.run import LossFn
 
 _USUAL_LENGTH, _USUAL_PIXELS = 1024, 224
@@ -113,7 +115,7 @@ def _config(name: str) -> tuple[Any, str]:
         return cached, "configuration in the cache of the Hugging Face hub"
     if name in CONFIG_MAPPING:
         return CONFIG_MAPPING[name](), f"default configuration of Transformers' model type {name}"
-    near = difflib.get_close_matches(name, list(CONFIG_MAPPING), n=1)
+    near = difflib.get_close_matches(name, [*CONFIG_MAPPING, *BUILT_IN], n=1)
     raise ValueGivenError(
         "model",
         problem=f"No configuration of a model {name!r:.80} is on this machine.",
@@ -142,7 +144,16 @@ def _of_config(config: Any, source: str, size: SampleSize) -> NamedModel:
 
 
 def _own_loss(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
-    loss: Tensor = model(**batch).loss
+    from transformers import masking_utils
+
+    # Finds out from values if a batch packs several texts. Fake tensors have no values, and for tensors without values
+    # Transformers builds the mask of packed texts, with which attention takes more memory.
+    name = "find_packed_sequence_indices"
+    unpacked: Any = contextlib.nullcontext()
+    if hasattr(masking_utils, name):
+        unpacked = mock.patch.object(masking_utils, name, lambda *_, **__: None)
+    with unpacked:
+        loss: Tensor = model(**batch).loss
     return loss
 
 
