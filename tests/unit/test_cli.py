@@ -824,15 +824,15 @@ def test_help_and_version_do_not_load_torch(tmp_path, line):
     assert as_process(tmp_path, "-c", code).err.splitlines()[-1] == "[]"
 
 
-@pytest.mark.parametrize(
-    ("shell", "word"), [("bash", "complete -o"), ("zsh", "compdef"), ("fish", "complete --command")]
-)
+@pytest.mark.parametrize(("shell", "word"), [("bash", "complete -o"), ("zsh", "compdef"), ("fish", "complete -")])
 def test_a_shell_completes_the_commands(tmp_path, shell, word):
-    shown = as_process(tmp_path, "-c", f"import sys; sys.argv = ['trimtab', '--show-completion', '{shell}']\n{MAIN}")
-    assert word in shown.out
-    asked = {"_TRIMTAB_COMPLETE": "complete_bash", "COMP_WORDS": "trimtab com", "COMP_CWORD": "1"}
-    code = f"import os, sys\nos.environ.update({asked})\nsys.argv = ['trimtab']\n{MAIN}"
-    assert "compare" in as_process(tmp_path, "-c", code).out.split()
+    def shown(**asked: str) -> str:
+        code = f"import os, sys\nos.environ.update({asked})\nsys.argv = ['trimtab']\n{MAIN}"
+        return as_process(tmp_path, "-c", code).out
+
+    assert word in shown(_TRIMTAB_COMPLETE=f"source_{shell}")
+    words = {"COMP_WORDS": "trimtab com", "COMP_CWORD": "1", "_TYPER_COMPLETE_ARGS": "trimtab com"}
+    assert "compare" in shown(_TRIMTAB_COMPLETE=f"complete_{shell}", _TYPER_COMPLETE_FISH_ACTION="get-args", **words)
 
 
 def test_tasks_are_listed_with_the_ways_to_name_ones_own(trimtab):
@@ -853,7 +853,7 @@ mine = Task(name="mine")
 """
 
 
-@pytest.mark.parametrize("command", ["plan", "compare", "train", "estimate"])
+@pytest.mark.parametrize("command", ["plan", "compare", "train"])
 @pytest.mark.parametrize(
     ("name", "meant"),
     [
@@ -872,7 +872,9 @@ def test_a_misspelt_task_is_answered_by_a_name_that_is_there(trimtab, tmp_path, 
 def test_a_misspelt_command_or_device_is_answered_by_the_one_that_is_there(trimtab):
     done = trimtab("compar tiny:task")
     assert (done.code, done.err.splitlines()[-1]) == (2, "Error: No such command 'compar'. Did you mean 'compare'?")
-    explained(trimtab("plan tiny:task --device H10"), "value.invalid", "Did you mean H100?")
+    for line in ("plan tiny:task", "estimate tiny.py:task"):
+        explained(trimtab(f"{line} --device H10"), "value.invalid", "Did you mean H100?")
+    explained(trimtab("estimate tiny.py"), "value.invalid", "Did you mean tiny.py:task?")
 
 
 @pytest.mark.slow

@@ -146,12 +146,12 @@ def _of_config(config: Any, source: str, size: SampleSize) -> NamedModel:
 def _own_loss(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
     from transformers import masking_utils
 
-    # Finds out from values if a batch packs several texts. Fake tensors have no values, and for tensors without values
-    # Transformers builds the mask of packed texts, with which attention takes more memory.
+    # The function reads from values if samples are packed texts. For fake tensors, which have no values, Transformers
+    # assumes so and builds a mask, with which attention takes more memory.
     name = "find_packed_sequence_indices"
     unpacked: Any = contextlib.nullcontext()
     if hasattr(masking_utils, name):
-        unpacked = mock.patch.object(masking_utils, name, lambda *_, **__: None)
+        unpacked = mock.patch.object(masking_utils, name, return_value=None)
     with unpacked:
         loss: Tensor = model(**batch).loss
     return loss
