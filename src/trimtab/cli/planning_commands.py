@@ -17,12 +17,12 @@ from trimtab.cli.options import (
     TaskName,
     Weight,
     WithoutMeter,
+    conflict,
     refuse_adapt,
     require_folder,
     settings_to_adapt,
 )
 from trimtab.cli.output import print_error, print_json, print_text
-from trimtab.core.errors import ValueGivenError
 from trimtab.experiments.progress_bar import ProgressBar
 
 
@@ -160,40 +160,37 @@ def plan(
 
     require_folder(out)
     if explain and as_json:
-        raise ValueGivenError(
-            "--explain",
-            problem="--explain prints text and cannot be combined with --json.",
-            hint="Remove one of the two options.",
-            code="option.conflict",
-        )
+        problem = "--explain prints text and cannot be combined with --json."
+        raise conflict("--explain", problem, "Remove one of the two options.")
     if task.endswith(".json") or device is not None:
         refuse_adapt(adapt, task if task.endswith(".json") else "--device")
     limits, weights = Budget(memory, step_time), Objective(1.0, memory_weight, energy_weight)
     is_here = not task.endswith(".json") and device is None and ranks == 1
     if not is_here and (energy_watts is not None or without_meter != "refuse"):
-        raise ValueGivenError(
+        raise conflict(
             "--energy-watts, --without-meter",
-            problem="--energy-watts and --without-meter apply to measurements on this machine, but this plan is "
-            "predicted from a profile, or for another device or several ranks.",
-            hint="Remove these options.",
-            code="option.conflict",
+            "--energy-watts and --without-meter apply to measurements on this machine, but this plan is predicted from "
+            "a profile, or for another device or several ranks.",
+            "Remove these options.",
         )
     if ranks > 1 or link is not None or engine != "torch":
         asked = {"ranks": ranks, "link": link, "engine": engine, "device": device}
         _plan_ranks(task, asked, adapt, limits, weights, out, as_json=as_json, explain=explain)
         return
-    wanted = settings_to_adapt(adapt)
-    if is_here and (setup := _setup_named(task)) is not None:
-        _plan_setup(setup, task, wanted, limits, weights, (energy_watts, without_meter), out, as_json=as_json,
-                    explain=explain)  # fmt: skip
-        return
-    how: dict[str, Any] = {"device": device, "adapt": wanted}
+    how: dict[str, Any] = {"adapt": settings_to_adapt(adapt)}
     if is_here:
         from trimtab.api import Metering  # imports torch, which planning from a recorded profile does not need
 
         how["metering"] = Metering(energy_watts, without=without_meter)
+    setup = _setup_named(task) if is_here else None
+    if setup is not None and explain:
+        problem = "--explain needs a task, but a function was given."
+        raise conflict("--explain", problem, "Remove --explain.", "option.needs_task")
     with ProgressBar() as progress:
-        found = plan_with_profile(task, limits, weights, progress=progress, **how)
+        if setup is not None:
+            found = _plan_setup(setup, task, limits, weights, progress=progress, **how)
+        else:
+            found = plan_with_profile(task, limits, weights, device=device, progress=progress, **how)
     try:
         if out is not None:
             write_result(out, to_json(found.plan, indent=1))
@@ -211,39 +208,14 @@ def _setup_named(task: str) -> Any:
     return None if isinstance(found, Task) else found
 
 
-def _plan_setup(
-    setup: Any,
-    task: str,
-    adapt: tuple[str, ...],
-    limits: Any,
-    weights: Any,
-    energy: tuple[float | None, str],
-    out: Path | None,
-    *,
-    as_json: bool,
-    explain: bool,
-) -> None:
-    from trimtab.api import Metering
+def _plan_setup(setup: Any, task: str, limits: Any, weights: Any, *, adapt: tuple[str, ...], **how: Any) -> Any:
     from trimtab.experiments import loop_setup
+    from trimtab.experiments.plan_source import PlanWithProfile
 
-    if explain:
-        raise ValueGivenError(
-            "--explain",
-            problem="--explain needs a task, but a function was given.",
-            hint="Remove --explain.",
-            code="option.needs_task",
-        )
     name, seed = task.rpartition(":")[2], loop_setup.PLANNING_SEED
-    with ProgressBar() as progress:
-        reference = loop_setup.observed_reference(setup, seed, name)
-        metering = Metering(energy[0], without=energy[1])
-        how: dict[str, Any] = {"budget": limits, "objective": weights, "metering": metering, "progress": progress}
-        made = loop_setup.plan_of(loop_setup.build(setup, seed, name), reference, adapt=adapt or None, **how)
-    try:
-        if out is not None:
-            made.save(out)
-    finally:
-        print_json(made) if as_json else print_text(str(made))
+    reference, loop = loop_setup.observed_reference(setup, seed, name), loop_setup.build(setup, seed, name)
+    made = loop_setup.plan_of(loop, reference, adapt=adapt or None, budget=limits, objective=weights, **how)
+    return PlanWithProfile(made, None, limits, weights)
 
 
 def _plan_ranks(
@@ -262,12 +234,8 @@ def _plan_ranks(
     asked = RankPlanOptions(**options)
     if task.endswith(".json") or explain:
         what = "--explain" if explain else f"the profile {task}"
-        raise ValueGivenError(
-            "--ranks",
-            problem=f"Planning for several ranks cannot be combined with {what}.",
-            hint="Remove --explain." if explain else "Pass the task that the profile was measured on.",
-            code="option.conflict",
-        )
+        hint = "Remove --explain." if explain else "Pass the task that the profile was measured on."
+        raise conflict("--ranks", f"Planning for several ranks cannot be combined with {what}.", hint)
     refuse_adapt(adapt, "--ranks")
     with ProgressBar() as progress:
         found = rank_page(task, asked, budget=limits, objective=weights, progress=progress)

@@ -31,6 +31,7 @@ from trimtab.cli.options import (
     TaskName,
     Track,
     TrialBatchSize,
+    conflict,
     intensity,
     kept_in,
     refuse_adapt,
@@ -39,7 +40,6 @@ from trimtab.cli.options import (
     settings_to_adapt,
 )
 from trimtab.cli.output import print_error, print_figures
-from trimtab.core.errors import ValueGivenError
 from trimtab.experiments.progress_bar import ProgressBar
 
 if TYPE_CHECKING:
@@ -94,13 +94,15 @@ def clean_hours(
         _refuse_alone(beside)
         return None
     if by is None:
-        raise ValueGivenError(
-            "--by",
-            problem="--when-clean needs a deadline.",
-            hint="Add --by with a time such as 2026-03-02T06:00+01:00, or a duration such as 36h.",
-            code="option.required",
-        )
-    _require_what_they_need(num_ranks, pauses, is_kept=is_kept)
+        hint = "Add --by with a time such as 2026-03-02T06:00+01:00, or a duration such as 36h."
+        raise conflict("--by", "--when-clean needs a deadline.", hint, "option.required")
+    if num_ranks > 1:
+        problem = f"--when-clean supports one process, not {num_ranks} ranks."
+        hint = "Get the schedule in one process with --dry-run, and start the job at that time."
+        raise conflict("--when-clean", problem, hint)
+    if pauses is not None and not is_kept:
+        problem = "--pauses needs checkpoints, because a paused run resumes from a checkpoint."
+        raise conflict("--pauses", problem, "Add --checkpoints FOLDER.", "option.required")
     pause_s = None if pauses is None else parse_duration("--pauses", pauses)
     takes_s = None if takes is None else parse_duration("--takes", takes)
     wish = CarbonRequest(source_named(source, kind), parse_moment("--by", by, time.time()))
@@ -108,42 +110,18 @@ def clean_hours(
 
 
 def _refuse_alone(beside: dict[str, Any]) -> None:
-    if alone := [name for name, given in beside.items() if given is not None]:
-        raise ValueGivenError(
-            alone[0],
-            problem=f"{alone[0]} has no effect without --when-clean.",
-            hint=f"Add --when-clean, or remove {alone[0]}.",
-            code="option.required",
-        )
-
-
-def _require_what_they_need(num_ranks: int, pauses: str | None, *, is_kept: bool) -> None:
-    if num_ranks > 1:
-        raise ValueGivenError(
-            "--when-clean",
-            problem=f"--when-clean supports one process, not {num_ranks} ranks.",
-            hint="Get the schedule in one process with --dry-run, and start the job at that time.",
-            code="option.conflict",
-        )
-    if pauses is not None and not is_kept:
-        raise ValueGivenError(
-            "--pauses",
-            problem="--pauses needs checkpoints, because a paused run resumes from a checkpoint.",
-            hint="Add --checkpoints FOLDER.",
-            code="option.required",
-        )
+    for option, value in beside.items():
+        if value is not None:
+            problem = f"{option} has no effect without --when-clean."
+            raise conflict(option, problem, f"Add --when-clean, or remove {option}.", "option.required")
 
 
 def _refuse_task_options(given: dict[str, Any]) -> None:
     """Refuse options of tasks for a function `setup(seed)`."""
     for option, value in given.items():
         if value is not None:
-            raise ValueGivenError(
-                option,
-                problem=f"{option} needs a task, but a function was given.",
-                hint=f"Remove {option}.",
-                code="option.needs_task",
-            )
+            problem = f"{option} needs a task, but a function was given."
+            raise conflict(option, problem, f"Remove {option}.", "option.needs_task")
 
 
 def _refuse_planning_with(plan_file: Path | None, adapt: str | None, memory: str | None) -> None:
@@ -212,12 +190,9 @@ def train(
         )
         name = task.rpartition(":")[2]
         if ranks_of_job(ranks) > 1:
-            raise ValueGivenError(
-                "--ranks",
-                problem=f"--ranks needs a task, but {name} is a function setup(seed).",
-                hint="Call trimtab.start in your own script, and start it with torchrun.",
-                code="option.needs_task",
-            )
+            problem = f"--ranks needs a task, but {name} is a function setup(seed)."
+            hint = "Call trimtab.start in your own script, and start it with torchrun."
+            raise conflict("--ranks", problem, hint, "option.needs_task")
         kept = kept_in(name, checkpoints, every, resume, accept)
         require_record(record, kept, name, seed)
         require_trackers(tracks, record)

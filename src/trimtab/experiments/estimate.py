@@ -17,7 +17,7 @@ from trimtab.api import profile_there
 from trimtab.core import validation
 from trimtab.core.errors import ModelError, ValueGivenError
 from trimtab.core.hardware import PEAKS, DeviceSpec, absent_device
-from trimtab.core.memory_model import PeakMemoryModel
+from trimtab.core.memory_model import PeakMemoryModel, StepWork
 from trimtab.core.objective import ASSUMED_REFERENCE, Budget, Reference
 from trimtab.core.progress import Progress
 from trimtab.core.recompute_schedule import RecomputedSegment, kept_in, schedule_of
@@ -327,28 +327,27 @@ class TracedLoop:
             spec = replace(device if kind == "cpu" else _ANY_GPU, memory_bytes=None)
             traced = profile_there(*self._loop.parts, spec, **how)
             plain = self._as_it_is(traced, kind)
-            self._bases[kind] = replace(traced, target_device_traces=(*plain, *traced.traces))
+            unfused = (_with_step_of(plain, each) for each in traced.traces if each.candidate.fused_optimizer)
+            by_candidate = {each.candidate: each for each in (*traced.traces, *unfused, plain)}
+            self._bases[kind] = replace(traced, target_device_traces=tuple(by_candidate.values()))
         base = self._bases[kind]
         there = replace(base.for_device(device), budget=Budget(device.memory_bytes))
         there = traced_for(there, recorded_traces(base))
-        unfused = [each.candidate.having(fused_optimizer=False) for each in there.traces]
-        plain = recorded_traces(base)(list(dict.fromkeys([there.reference_candidate, *unfused])))
+        wanted = (there.reference_candidate, *(each.candidate.having(fused_optimizer=False) for each in there.traces))
+        also = recorded_traces(base)(tuple(dict.fromkeys(wanted)))
         known = {each.candidate for each in there.traces}
-        there = replace(there, traces=(*(each for each in plain if each.candidate not in known), *there.traces))
+        there = replace(there, traces=(*(each for each in also if each.candidate not in known), *there.traces))
         return with_blocks(there, partial(self._traced_blocks, kind, splits=base.check.splittable))
 
-    def _as_it_is(self, traced: Profile, kind: str) -> Sequence[TracedCandidate]:
-        """Return the traces of the loop with its own optimizer step, in the implementation that torch uses there."""
-        reference = traced.reference_candidate
-        half = (reference.having(precision=each.candidate.precision) for each in traced.traces)
-        candidates = list(dict.fromkeys([reference, *half]))
+    def _as_it_is(self, traced: Profile, kind: str) -> TracedCandidate:
+        """Return the trace of the loop with its own optimizer step, in the implementation that torch uses there."""
         model, optimizer, loss_fn, batch = self._loop.parts
         groups = [g for g in optimizer.param_groups if "foreach" in g and g["foreach"] is None and not g.get("fused")]
         self._progress("tracing the plain loop", 0.2)
         for group in groups:
             group["foreach"] = kind == "cuda"
         try:
-            found = trace_elsewhere(model, optimizer, loss_fn, batch, candidates, kind=kind)
+            found = trace_elsewhere(model, optimizer, loss_fn, batch, [traced.reference_candidate], kind=kind)
         finally:
             for group in groups:
                 group["foreach"] = None
@@ -360,7 +359,7 @@ class TracedLoop:
                 hint="Pass a batch of tensors with the samples first.",
                 code="batch.unsplittable",
             )
-        return found
+        return found[0]
 
     def _traced_blocks(self, kind: str, candidate: Candidate, *, splits: bool) -> TracedBlocks | str:
         # Precisions of a half type have the same blocks, as have fp32 and tf32.
@@ -370,6 +369,16 @@ class TracedLoop:
             self._progress(f"tracing blocks: {key[1].describe()}", 0.5)
             self._blocks[key] = trace_blocks(*self._loop.parts, key[1], splits=splits, kind=kind)
         return self._blocks[key]
+
+
+def _with_step_of(plain: TracedCandidate, fused: TracedCandidate) -> TracedCandidate:
+    """Return a trace with the optimizer step of another: parameters and their updates are fp32 in every precision."""
+    whole, sliced = (
+        PeakMemoryModel((*peaks.lines, *(plain.step.lines if plain.step else ())))
+        for peaks in (fused.whole, fused.sliced)
+    )
+    work = None if fused.work is None or plain.work is None else StepWork(fused.work.micro_batch, plain.work.step)
+    return TracedCandidate(fused.candidate.having(fused_optimizer=False), whole, sliced, work, plain.step)
 
 
 def _step(profile: Profile, model: CostModel, candidate: Candidate) -> StepEstimate:
