@@ -50,12 +50,14 @@ class EstimatedLoop:
     Args:
         parts: model, optimizer, loss function and example batch, on the CPU or as fake tensors.
         rows: samples per optimizer step.
-        title: description of the loop in a line.
+        model: class and origin of the model.
+        step: size of a step, and optimizer.
     """
 
     parts: tuple[Any, ...]
     rows: int
-    title: str
+    model: str
+    step: str
     reference: Reference = ASSUMED_REFERENCE
 
 
@@ -110,70 +112,78 @@ class DeviceEstimate:
     largest_micro_batch: int
 
     def text(self) -> str:
-        """Return the estimate on a few lines of at most 80 columns."""
-        lines = [f"{self.device}, {format_bytes(self.limit_bytes)} of memory"]
-        lines += _option("plain loop", self.plain, fits=self.plain_fits)
-        lines += [f"  largest batch of the plain loop: {self.largest_batch or 'none fits'}"]
+        """Return the estimate on a few lines of at most 60 columns."""
+        lines = [
+            f"{self.device}, {format_bytes(self.limit_bytes)}",
+            _line(f"plain loop ({self.plain.precision})", self.plain, fits=self.plain_fits),
+        ]
         if self.best is not None:
-            lines += _option("fastest that fits", self.best, fits=True)
+            lines += [_line("fastest that fits", self.best, fits=True), *_settings(self.best)]
         elif self.nearest is not None:
-            lines += ["  nothing fits; nearest:", *_option("nearest", self.nearest, fits=False)[1:]]
+            lines += [_line("nearest settings", self.nearest, fits=False), *_settings(self.nearest)]
             lines += [f"  largest micro-batch that fits: {self.largest_micro_batch or 'none'}"]
+        lines += [f"  largest batch of the plain loop: {self.largest_batch or 'none fits'}"]
         return "\n".join(lines)
 
     def row(self) -> str:
-        """Return the estimate as a row of a table."""
+        """Return the estimate as a row of a table, with the columns `_COLUMNS`."""
         found = self.best
-        plain = f"{self.largest_batch:>6}  {format_seconds(self.plain.step_s):>8}"
-        start = f"{self.device:<15}{_gib(self.limit_bytes)}  {plain}"
+        start = (
+            f"{self.device:<15}{_gib(self.limit_bytes)}{self.largest_batch:>7}{format_seconds(self.plain.step_s):>9}"
+        )
         if found is None:
             return f"{start}  nothing fits"
-        again = "" if not found.recompute else " +recompute"
-        peak = f"{format_seconds(found.step_s):>8}{_gib(found.peak_bytes)}"
-        return f"{start}  {peak}  {found.precision} {found.micro_batch}{again}"
+        again = "" if not found.recompute else " recompute"
+        peak = f"{format_seconds(found.step_s):>9}{_gib(found.peak_bytes)}"
+        return f"{start}{peak}  {found.precision} {found.micro_batch}{again}"
+
+
+_COLUMNS = "device             GiB  batch    plain  fastest    GiB  settings"
 
 
 def _gib(size: int) -> str:
     return f"{size / 2**30:>7.1f}"
 
 
-def _option(name: str, step: StepEstimate, *, fits: bool) -> list[str]:
-    figures = f"{format_seconds(step.step_s):>9}  {format_bytes(step.peak_bytes):>9}"
-    indent = {"initial_indent": "    ", "subsequent_indent": "    "}
-    return [
-        f"  {name:<18}{figures}  {'fits' if fits else 'does not fit'}",
-        *textwrap.wrap(step.settings(), 60, **indent),
-    ]
+def _line(name: str, step: StepEstimate, *, fits: bool) -> str:
+    figures = f"{format_seconds(step.step_s):>8} {format_bytes(step.peak_bytes):>9}"
+    return f"  {name:<18}{figures}  {'fits' if fits else 'does not fit'}"
+
+
+def _settings(step: StepEstimate) -> list[str]:
+    return textwrap.wrap(step.settings(), 60, initial_indent="    ", subsequent_indent="    ")
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """Estimates of a loop for devices. A JSON value."""
+    """Estimates of a loop for devices.
 
-    title: str
+    Args:
+        model: class and origin of the model.
+        step: size of a step, and optimizer.
+    """
+
+    model: str
+    step: str
     num_parameters: int
     devices: tuple[DeviceEstimate, ...]
 
     def as_json(self) -> dict[str, Any]:
         """Return the estimates as values for JSON."""
-        return {"title": self.title, "num_parameters": self.num_parameters, "rows": self.devices}
+        about = {"model": self.model, "step": self.step, "num_parameters": self.num_parameters}
+        return about | {"rows": self.devices}
 
     def __str__(self) -> str:
-        lines = textwrap.wrap(f"{format_count(self.num_parameters)} parameters: {self.title}", 80)
-        margin = max(each.margin for each in self.devices)
-        note = (
-            f"Nothing was run. Step times come from data sheets and may be {ROOFLINE:.0%} too short. Peaks are traced; "
-            f"settings fit if {margin:.0%} more fits too."
-        )
+        first, margin = self.devices[0], max(each.margin for each in self.devices)
+        note = f"Predicted, not run: steps may take {ROOFLINE:.0%} longer; {margin:.0%} of the memory stays free."
         if len(self.devices) == 1:
-            body = [self.devices[0].text()]
-        else:
-            body = [f"peak of the plain loop ({self.devices[0].plain.precision}): "
-                    f"{format_bytes(self.devices[0].plain.peak_bytes)}",
-                    "                          plain loop   fastest that fits",
-                    "device             GiB   batch      time      time    GiB  settings"]  # fmt: skip
-            body += [each.row() for each in self.devices]
-        return "\n".join([*lines, *body, *textwrap.wrap(note, 80)])
+            return "\n".join([*self._title(), first.text(), note])
+        plain = f"plain loop ({first.plain.precision}): {format_bytes(first.plain.peak_bytes)}"
+        return "\n".join([*self._title(plain), _COLUMNS, *(each.row() for each in self.devices), note])
+
+    def _title(self, *more: str) -> list[str]:
+        parameters = f"{format_count(self.num_parameters)} parameters"
+        return [*textwrap.wrap(f"{self.model}, {parameters}", 80), *textwrap.wrap("; ".join([self.step, *more]), 80)]
 
 
 def estimate(
@@ -212,7 +222,7 @@ def estimate(
         progress("tracing the loop", 0.0)
         traced = TracedLoop(loop, progress)
         found = tuple(traced.on(spec) for spec in specs)
-    return Estimate(loop.title, traced.num_parameters, found)
+    return Estimate(loop.model, loop.step, traced.num_parameters, found)
 
 
 @contextlib.contextmanager
@@ -252,8 +262,8 @@ def _loop_of_model(name: str, size: SampleSize, optimizer: str) -> EstimatedLoop
     found = named_model(name, replace(size, rows=max(size.rows, 2 * (MIN_SAMPLES - 1))))
     parameters = found.model.parameters()
     made = torch.optim.AdamW(parameters) if chosen == "adamw" else torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
-    title = f"{found.source}; {size.rows} x {found.sample}, {'AdamW' if chosen == 'adamw' else 'SGD with momentum'}"
-    return EstimatedLoop((found.model, made, found.loss_fn, found.batch), size.rows, title)
+    step = f"{size.rows} x {found.sample}, {'AdamW' if chosen == 'adamw' else 'SGD with momentum'}"
+    return EstimatedLoop((found.model, made, found.loss_fn, found.batch), size.rows, found.source, step)
 
 
 def _loop_of_task(name: str, batch_size: int | None, size: SampleSize, optimizer: str | None) -> EstimatedLoop:
@@ -277,7 +287,8 @@ def _loop_of_task(name: str, batch_size: int | None, size: SampleSize, optimizer
         stream.close()
         rows = batch_size or BY_CONTAINERS.require(parts[-1], "batch")
         reference = loop.reference or ASSUMED_REFERENCE
-    return EstimatedLoop(parts, rows, f"{name}; {rows} samples, {type(parts[1]).__name__}", reference)
+    step = f"{rows} samples, {type(parts[1]).__name__}"
+    return EstimatedLoop(parts, rows, f"{name}: {type(parts[0]).__name__}", step, reference)
 
 
 class TracedLoop:

@@ -112,9 +112,9 @@ def _config(name: str) -> tuple[Any, str]:
             ) from error
     with contextlib.suppress(OSError, ValueError):
         cached = AutoConfig.from_pretrained(name, local_files_only=True, trust_remote_code=False)
-        return cached, "configuration in the cache of the Hugging Face hub"
+        return cached, f"{name} in the cache of the hub"
     if name in CONFIG_MAPPING:
-        return CONFIG_MAPPING[name](), f"default configuration of Transformers' model type {name}"
+        return CONFIG_MAPPING[name](), f"default configuration of the type {name}"
     near = difflib.get_close_matches(name, [*CONFIG_MAPPING, *BUILT_IN], n=1)
     raise ValueGivenError(
         "model",
@@ -140,7 +140,7 @@ def _of_config(config: Any, source: str, size: SampleSize) -> NamedModel:
         batch, sample = _tokens(config, kind, size)
     with torch.device("meta"):
         model = made(config).float().train()
-    return NamedModel(_on_fake_cpu(model), _own_loss, batch, f"{made.__name__}, {source}", sample)
+    return NamedModel(_on_fake_cpu(model), _own_loss, batch, f"{made.__name__} ({source})", sample)
 
 
 def _own_loss(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
@@ -225,13 +225,13 @@ def _vision_model(name: str) -> tuple[nn.Module, str] | None:
             import timm
 
             if timm.is_model(name):
-                return timm.create_model(name, pretrained=False).train(), f"timm {timm.__version__}"
+                return timm.create_model(name, pretrained=False).train(), f"{name} (timm {timm.__version__})"
         if importlib.util.find_spec("torchvision"):
             import torchvision
 
             if name in torchvision.models.list_models(module=torchvision.models):
                 model = torchvision.models.get_model(name, weights=None).train()
-                return model, f"torchvision {torchvision.__version__}"
+                return model, f"{name} (torchvision {torchvision.__version__})"
     return None
 
 

@@ -137,7 +137,8 @@ def test_where_nothing_fits_the_nearest_settings_and_no_micro_batch_are_shown(gp
     assert (on.best, on.plain_fits, on.largest_micro_batch) == (None, False, 0)
     assert on.nearest is not None
     assert on.nearest.peak_bytes > 2**20
-    assert "nothing fits" in str(found)
+    assert "does not fit" in str(found)
+    assert all(len(line) <= 60 for line in str(found).splitlines()[2:-1])
 
 
 @pytest.mark.slow
@@ -145,7 +146,7 @@ def test_all_known_devices_are_a_row_each_of_a_narrow_table(gpt2):
     found = estimated(gpt2, "all", batch_size=16, length=128)
     assert len({each.device for each in found.devices}) == len(found.devices) >= 14
     lines = str(found).splitlines()
-    assert len(lines) <= len(found.devices) + 7
+    assert len(lines) <= 20
     assert all(len(line) <= 80 for line in lines)
     by_name = {each.device: each for each in found.devices}
     assert {each.plain.peak_bytes for each in found.devices} == {found.devices[0].plain.peak_bytes}
@@ -156,7 +157,7 @@ def test_all_known_devices_are_a_row_each_of_a_narrow_table(gpt2):
 @pytest.mark.slow
 def test_a_task_has_its_own_batch_and_optimizer(tmp_path, monkeypatch):
     found = estimated("source_gpt")
-    assert "AdamW" in found.title
+    assert "AdamW" in found.step
     assert found.devices[0].plain.peak_bytes > 0
     for option in ({"length": 8}, {"optimizer": "sgd"}):
         with raises(ValueGivenError, code="option.conflict"):
