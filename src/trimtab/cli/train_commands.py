@@ -66,20 +66,13 @@ IdleWatts = Annotated[float | None, typer.Option(min=0, help="power of held devi
 DryRun = Annotated[bool, typer.Option("--dry-run", help="print the schedule and exit")]
 
 
-def clean_hours(
-    source: str | None,
-    kind: str | None,
-    by: str | None,
-    *,
-    pauses: str | None,
-    takes: str | None,
-    watts: float | None,
-    idle_watts: float | None,
-    is_dry: bool,
-    is_kept: bool,
-    num_ranks: int,
-) -> LowCarbonOptions | None:
-    """Return the settings of `--when-clean` and its related options; None for an immediate start.
+def low_carbon(
+    source: str, kind: str | None, given: dict[str, Any], watts: float | None, *, is_kept: bool, num_ranks: int
+) -> LowCarbonOptions:
+    """Return the settings of `--when-clean`.
+
+    Args:
+        given: values of the related options by name; None for an option that was not passed.
 
     Raises:
         ValueGivenError: An option is invalid, or lacks a required option.
@@ -89,24 +82,21 @@ def clean_hours(
     from trimtab.experiments.carbon_aware_training import CarbonRequest
     from trimtab.experiments.train_command import LowCarbonOptions
 
-    beside = {"--by": by, "--pauses": pauses, "--takes": takes, "--idle-watts": idle_watts, "--dry-run": is_dry or None}
-    if source is None:
-        _refuse_alone(beside)
-        return None
-    if by is None:
+    if given["--by"] is None:
         hint = "Add --by with a time such as 2026-03-02T06:00+01:00, or a duration such as 36h."
         raise conflict("--by", "--when-clean needs a deadline.", hint, "option.required")
     if num_ranks > 1:
         problem = f"--when-clean supports one process, not {num_ranks} ranks."
         hint = "Get the schedule in one process with --dry-run, and start the job at that time."
         raise conflict("--when-clean", problem, hint)
-    if pauses is not None and not is_kept:
+    if given["--pauses"] is not None and not is_kept:
         problem = "--pauses needs checkpoints, because a paused run resumes from a checkpoint."
         raise conflict("--pauses", problem, "Add --checkpoints FOLDER.", "option.required")
-    pause_s = None if pauses is None else parse_duration("--pauses", pauses)
-    takes_s = None if takes is None else parse_duration("--takes", takes)
-    wish = CarbonRequest(source_named(source, kind), parse_moment("--by", by, time.time()))
-    return LowCarbonOptions(wish, pause_s, takes_s, watts, idle_watts, is_dry)
+    pause_s, takes_s = (
+        None if given[name] is None else parse_duration(name, given[name]) for name in ("--pauses", "--takes")
+    )
+    wish = CarbonRequest(source_named(source, kind), parse_moment("--by", given["--by"], time.time()))
+    return LowCarbonOptions(wish, pause_s, takes_s, watts, given["--idle-watts"], bool(given["--dry-run"]))
 
 
 def _refuse_alone(beside: dict[str, Any]) -> None:
@@ -182,12 +172,17 @@ def train(
     loop, tracks = load_task_or_setup(task), tuple(track or ())
     own: dict[str, Any] = {"seed": seed, "record": record, "metering": Metering(energy_watts), "grid": grid}
     own |= {"tracks": tracks, "nonfinite": nonfinite}
+    beside = {
+        "--by": by,
+        "--pauses": pauses,
+        "--takes": takes,
+        "--idle-watts": idle_watts,
+        "--dry-run": dry_run or None,
+    }
     planning: dict[str, Any] = {"file": plan_file, "budget": limits, "dry_runs": dry_runs}
     if not isinstance(loop, Task):
         _refuse_task_options({"--batch-size": batch_size, "--judged": judged, "--when-clean": when_clean})
-        _refuse_alone(
-            {"--by": by, "--pauses": pauses, "--takes": takes, "--idle-watts": idle_watts, "--dry-run": dry_run or None}
-        )
+        _refuse_alone(beside)
         name = task.rpartition(":")[2]
         if ranks_of_job(ranks) > 1:
             problem = f"--ranks needs a task, but {name} is a function setup(seed)."
@@ -205,18 +200,12 @@ def train(
         return
     loaded = loop.shortened(batch_size=batch_size, judged_batches=judged)
     kept = kept_in(loaded.name, checkpoints, every, resume, accept)
-    hours = clean_hours(
-        when_clean,
-        carbon_kind,
-        by,
-        pauses=pauses,
-        takes=takes,
-        watts=energy_watts,
-        idle_watts=idle_watts,
-        is_dry=dry_run,
-        is_kept=kept is not None,
-        num_ranks=ranks_of_job(ranks),
-    )
+    if when_clean is None:
+        _refuse_alone(beside)
+        hours = None
+    else:
+        of_run: dict[str, Any] = {"is_kept": kept is not None, "num_ranks": ranks_of_job(ranks)}
+        hours = low_carbon(when_clean, carbon_kind, beside, energy_watts, **of_run)
     require_record(*(None, None) if here.rank else (record, kept), loaded.name, seed)
     require_trackers(tracks, record)
     _refuse_planning_with(plan_file, adapt, memory)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -257,6 +256,8 @@ def absent_device(name: str) -> DeviceSpec:
     """Return a device in the table, such as "A100 80GB" or "H100 SXM"; `ValueGivenError` for another name."""
     row = lookup_peaks(name)
     if row is None:
+        import difflib  # for this error alone
+
         known = [row.match for row in PEAKS]
         near = difflib.get_close_matches(name.upper(), known, n=1)
         hint = f"Did you mean {near[0]}?" if near else ""
