@@ -5,6 +5,7 @@ from __future__ import annotations
 import bisect
 import contextlib
 import logging
+import math
 import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -28,7 +29,7 @@ from trimtab.experiments.named_models import SampleSize, named_model
 from trimtab.experiments.task_plans import loop_of
 from trimtab.measure.machine import device_spec
 from trimtab.planner.cost_model import ROOFLINE, CostModel
-from trimtab.planner.search_space import nearest_refused, priced_candidates, simplest_candidate
+from trimtab.planner.search_space import WORTH_A_RUN, nearest_refused, priced_candidates, simplest_candidate
 from trimtab.planner.target_device_candidates import recorded_traces, traced_for, with_blocks
 from trimtab.plans.profile import Candidate, Profile, TracedBlocks, TracedCandidate
 from trimtab.profiling.candidate_traces import MIN_SAMPLES, trace_elsewhere
@@ -348,6 +349,8 @@ class TracedLoop:
         also = recorded_traces(base)(tuple(dict.fromkeys(wanted)))
         known = {each.candidate for each in there.traces}
         there = replace(there, traces=(*(each for each in also if each.candidate not in known), *there.traces))
+        if not _may_gain_from_recomputing(there):
+            return there
         return with_blocks(there, partial(self._traced_blocks, kind, splits=base.check.splittable))
 
     def _as_it_is(self, traced: Profile, kind: str) -> TracedCandidate:
@@ -380,6 +383,17 @@ class TracedLoop:
             self._progress(f"tracing blocks: {key[1].describe()}", 0.5)
             self._blocks[key] = trace_blocks(*self._loop.parts, key[1], splits=splits, kind=kind)
         return self._blocks[key]
+
+
+def _may_gain_from_recomputing(profile: Profile) -> bool:
+    """Return True unless settings without recomputation fit and are about as fast as without a memory limit.
+
+    Recomputation adds work, and tracing blocks takes half of the time of an estimate.
+    """
+    found = priced_candidates(profile, profile.budget)
+    fitting = [point.cost.step_s or math.inf for point in found if point.refusal is None]
+    fastest = min((point.cost.step_s or math.inf for point in found), default=math.inf)
+    return not fitting or WORTH_A_RUN * min(fitting) > fastest
 
 
 def _with_step_of(plain: TracedCandidate, fused: TracedCandidate) -> TracedCandidate:
