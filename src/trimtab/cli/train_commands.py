@@ -200,11 +200,11 @@ def train(
         return
     loaded = loop.shortened(batch_size=batch_size, judged_batches=judged)
     kept = kept_in(loaded.name, checkpoints, every, resume, accept)
+    hours, num_ranks = None, ranks_of_job(ranks)  # Raises for another number of ranks than the launcher's.
     if when_clean is None:
         _refuse_alone(beside)
-        hours = None
     else:
-        of_run: dict[str, Any] = {"is_kept": kept is not None, "num_ranks": ranks_of_job(ranks)}
+        of_run: dict[str, Any] = {"is_kept": kept is not None, "num_ranks": num_ranks}
         hours = low_carbon(when_clean, carbon_kind, beside, energy_watts, **of_run)
     require_record(*(None, None) if here.rank else (record, kept), loaded.name, seed)
     require_trackers(tracks, record)

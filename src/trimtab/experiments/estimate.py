@@ -30,7 +30,13 @@ from trimtab.experiments.task_plans import loop_of
 from trimtab.measure.machine import device_spec
 from trimtab.planner.cost_model import ROOFLINE, CostModel
 from trimtab.planner.search_space import WORTH_A_RUN, nearest_refused, priced_candidates, simplest_candidate
-from trimtab.planner.target_device_candidates import recorded_traces, traced_for, with_blocks
+from trimtab.planner.target_device_candidates import (
+    blocks_as_twin,
+    recorded_traces,
+    traced_for,
+    twin_of,
+    with_blocks,
+)
 from trimtab.plans.profile import Candidate, Profile, TracedBlocks, TracedCandidate
 from trimtab.profiling.candidate_traces import MIN_SAMPLES, trace_elsewhere
 from trimtab.profiling.target_device import trace_blocks
@@ -129,9 +135,8 @@ class DeviceEstimate:
     def row(self) -> str:
         """Return the estimate as a row of a table, with the columns `_COLUMNS`."""
         found = self.best
-        start = (
-            f"{self.device:<15}{_gib(self.limit_bytes)}{self.largest_batch:>7}{format_seconds(self.plain.step_s):>9}"
-        )
+        plain = f"{self.largest_batch:>7}{format_seconds(self.plain.step_s):>9}"
+        start = f"{self.device[:14]:<15}{_gib(self.limit_bytes)}{plain}"
         if found is None:
             return f"{start}  nothing fits"
         again = "" if not found.recompute else " recompute"
@@ -376,13 +381,12 @@ class TracedLoop:
         return found[0]
 
     def _traced_blocks(self, kind: str, candidate: Candidate, *, splits: bool) -> TracedBlocks | str:
-        # Precisions of a half type have the same blocks, as have fp32 and tf32.
-        precision = "bf16" if candidate.precision in ("bf16", "fp16") else "fp32"
-        key = kind, candidate.having(precision=precision)
+        key = kind, twin_of(candidate)
         if key not in self._blocks:
             self._progress(f"tracing blocks: {key[1].describe()}", 0.5)
             self._blocks[key] = trace_blocks(*self._loop.parts, key[1], splits=splits, kind=kind)
-        return self._blocks[key]
+        found = self._blocks[key]
+        return found if isinstance(found, str) else blocks_as_twin(found, candidate)
 
 
 def _may_gain_from_recomputing(profile: Profile) -> bool:
