@@ -21,7 +21,9 @@ import brief
 import pytest
 from raising import raises
 from saving import forge
+from typer.main import get_command
 
+import trimtab as package
 from trimtab import api, cli
 from trimtab.api import profile
 from trimtab.cli.options import settings_to_adapt
@@ -40,11 +42,12 @@ from trimtab.measure import machine
 from trimtab.planner.multi_rank_plan import WAYS, RankPeakMemory, Way
 from trimtab.plans.plan import Plan
 from trimtab.plans.profile import PROFILE_SCHEMA, Profile
-from trimtab.tasks import load_task
+from trimtab.tasks import BUILT_IN, load_task
 
 SOURCE = Path(__file__).parents[2] / "src"
 TINY_TASK = Path(__file__).parent / "experiments" / "tiny_task.py"
 PLAN = Plan.fixed(32, micro_batch=8)
+MAIN = "from trimtab import cli\ncli.main()"
 
 
 @dataclass
@@ -553,7 +556,7 @@ def test_a_comparison_and_its_report(trimtab, tmp_path):
     assert max(map(len, screen)) <= 80
     details = Comparison.load(tmp_path / "out" / "result.json").details()
     assert trimtab("report out --verbose").succeeded().out == f"{details}\nreport: out/report.html\n"
-    for option, setting in (("--cap 9", "length"), ("--memory 1GiB", "planning")):
+    for option, setting in (("--steps 8", "--steps"), ("--cap 9", "--cap"), ("--memory 1GiB", "--memory")):
         explained(trimtab(f"{line} {option}"), "folder.settings_differ", setting, "--out")
 
     again = trimtab("report out --out elsewhere").succeeded()
@@ -803,9 +806,95 @@ def test_a_command_line_that_does_not_parse_exits_2(trimtab, line):
 def test_help_names_every_command(trimtab):
     done = trimtab("--help")
     assert done.code == 0
-    names = ("doctor", "profile", "plan", "train", "compare", "ablate", "report")
-    assert all(f"\n  {name} " in done.out for name in names)
+    command = get_command(cli.app)
+    assert all(f"\n  {name} " in done.out for name in command.commands)
+    start, more = (done.out.index(f"\n{title}:\n") for title in ("Start here", "More"))
+    assert start < done.out.index("\n  doctor ") < done.out.index("\n  compare ") < more < done.out.index("\n  scale ")
     assert "--adapt" in trimtab("compare --help").out
+    assert trimtab("-h").out == done.out
+    assert trimtab("compare -h").out == trimtab("compare --help").out
+    assert trimtab("checkpoint verify -h").code == 0
+    bare = trimtab("")
+    assert "Start here:" in bare.out + bare.err
+
+
+def test_the_version_is_printed(trimtab):
+    assert trimtab("--version").succeeded().out == f"trimtab {package.__version__}\n"
+
+
+@pytest.mark.parametrize("line", ["--help", "-h", "--version", "", "estimate --help", "compar"])
+def test_help_and_version_do_not_load_torch(tmp_path, line):
+    code = (
+        "import sys\nfrom trimtab import cli\n"
+        f"sys.argv = ['trimtab', *{line.split()!r}]\n"
+        "try:\n    cli.main()\nexcept SystemExit:\n    pass\n"
+        "print(sorted({'torch', 'numpy', 'transformers'} & set(sys.modules)), file=sys.stderr)"
+    )
+    assert as_process(tmp_path, "-c", code).err.splitlines()[-1] == "[]"
+
+
+@pytest.mark.parametrize(("shell", "word"), [("bash", "complete -o"), ("zsh", "compdef"), ("fish", "complete -")])
+def test_a_shell_completes_the_commands(tmp_path, shell, word):
+    def shown(**asked: str) -> str:
+        code = f"import os, sys\nos.environ.update({asked})\nsys.argv = ['trimtab']\n{MAIN}"
+        return as_process(tmp_path, "-c", code).out
+
+    assert word in shown(_TRIMTAB_COMPLETE=f"source_{shell}")
+    words = {"COMP_WORDS": "trimtab com", "COMP_CWORD": "1", "_TYPER_COMPLETE_ARGS": "trimtab com"}
+    assert "compare" in shown(_TRIMTAB_COMPLETE=f"complete_{shell}", _TYPER_COMPLETE_FISH_ACTION="get-args", **words)
+
+
+def test_tasks_are_listed_with_the_ways_to_name_ones_own(trimtab):
+    lines = trimtab("tasks").succeeded().out.splitlines()
+    assert [line.split()[0] for line in lines[: len(BUILT_IN)]] == list(BUILT_IN)
+    assert all(len(line.split()) > 3 for line in lines[: len(BUILT_IN)])
+    assert any("train.py:setup" in line for line in lines)
+    rows = trimtab("tasks --json").succeeded().json["rows"]
+    assert [row["task"] for row in rows] == list(BUILT_IN)
+
+
+LOOPS = """raise SystemExit("was run")
+from trimtab.tasks import Task
+def make_model(): ...
+def helper(width): ...
+def setup(seed): ...
+mine = Task(name="mine")
+"""
+
+
+@pytest.mark.parametrize("command", ["plan", "compare", "train"])
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("loops.py", "loops.py:setup or loops.py:mine?"),
+        ("loops", "loops:setup or loops:mine?"),
+        ("loops.py:", "loops.py:setup or loops.py:mine?"),
+        ("digits_resnt", "digits_resnet?"),
+        ("tiny.py:tsk", "tiny.py:task?"),
+    ],
+)
+def test_a_misspelt_task_is_answered_by_a_name_that_is_there(trimtab, tmp_path, command, name, meant):
+    (tmp_path / "loops.py").write_text(LOOPS)
+    explained(trimtab(f"{command} {name}"), "value.invalid", name, f"Did you mean {meant}")
+
+
+def test_a_misspelt_command_or_device_is_answered_by_the_one_that_is_there(trimtab):
+    done = trimtab("compar tiny:task")
+    assert (done.code, done.err.splitlines()[-1]) == (2, "Error: No such command 'compar'. Did you mean 'compare'?")
+    for line in ("plan tiny:task", "estimate tiny.py:task"):
+        explained(trimtab(f"{line} --device H10"), "value.invalid", "Did you mean H100?")
+    explained(trimtab("estimate tiny.py"), "value.invalid", "Did you mean tiny.py:task?")
+
+
+@pytest.mark.slow
+def test_an_estimate_of_a_task(trimtab):
+    shown = trimtab("estimate tiny.py:task --device 'RTX 4090'").succeeded().out.splitlines()
+    assert len(shown) <= 20
+    assert all(len(line) <= 80 for line in shown)
+    found = trimtab("estimate tiny.py:task --device 'RTX 4090,L4' --json").succeeded().json
+    assert [row["device"] for row in found["rows"]] == ["RTX 4090", "L4"]
+    assert all(row["plain_fits"] and row["plain"]["peak_bytes"] > 0 for row in found["rows"])
+    explained(trimtab("estimate tiny.py:task --length 8"), "option.conflict", "--length")
 
 
 class Terminal(io.StringIO):

@@ -12,7 +12,9 @@ from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import typer
+from typer.core import TyperGroup
 
+import trimtab
 from trimtab.cli import checkpoint_commands, experiment_commands, planning_commands, train_commands
 from trimtab.cli.output import print_error, print_text
 from trimtab.cli.streams import prepare_streams
@@ -137,20 +139,59 @@ def no_early_exit(command: Callable[..., None]) -> Callable[..., None]:
     return run
 
 
+# Sections of the help, in order.
+GROUPS = {
+    "Start here": ("doctor", "init", "tasks", "estimate", "plan", "compare"),
+    "More": ("profile", "train", "race", "ablate", "phases", "scale", "report", "checkpoint"),
+}
+
+
+class GroupedCommands(TyperGroup):
+    """The program, with the commands of its help in sections."""
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        """Write a section for each entry of `GROUPS`."""
+        width = max(map(len, self.commands))
+        for title, names in GROUPS.items():
+            found = {name: self.commands[name].get_short_help_str(formatter.width - width - 6) for name in names}
+            with formatter.section(title):
+                formatter.write_dl([(f"{name:<{width}}", text) for name, text in found.items()])
+
+
+def show_version(is_asked: bool) -> None:
+    """Print the version and end the program."""
+    if is_asked:
+        print_text(f"trimtab {trimtab.__version__}")
+        raise typer.Exit
+
+
 app = typer.Typer(
-    add_completion=False,
+    cls=GroupedCommands,
+    context_settings={"help_option_names": ["-h", "--help"]},
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
-    help="Plan, apply and prove the compute settings of a PyTorch training loop.",
 )
+
+
+@app.callback()
+def program(
+    version: Annotated[
+        bool, typer.Option("--version", callback=show_version, is_eager=True, help="print the version")
+    ] = False,
+) -> None:
+    """Plan, apply and prove the compute settings of a PyTorch training loop."""
+
+
 for command in (
-    init,
     planning_commands.doctor,
-    planning_commands.profile,
+    init,
+    planning_commands.tasks,
+    planning_commands.estimate,
     planning_commands.plan,
-    train_commands.train,
     experiment_commands.compare,
+    planning_commands.profile,
+    train_commands.train,
     experiment_commands.race,
     experiment_commands.ablate,
     experiment_commands.phases,

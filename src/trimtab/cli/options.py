@@ -75,6 +75,11 @@ Adapt = Annotated[
 TRAINED = ("learning-rate", "schedule", "optimizer", "dropout")  # settings that planning tests by short trainings
 
 
+def conflict(option: str, problem: str, hint: str, code: str = "option.conflict") -> ValueGivenError:
+    """Return the error for an option that has no effect, or cannot be combined with another."""
+    return ValueGivenError(option, problem=problem, hint=hint, code=code)
+
+
 def settings_to_adapt(adapt: str | None, known: tuple[str, ...] = (*TRAINED, "batch")) -> tuple[str, ...]:
     """Return the settings listed in `--adapt`.
 
@@ -85,28 +90,18 @@ def settings_to_adapt(adapt: str | None, known: tuple[str, ...] = (*TRAINED, "ba
 
     names = [] if adapt is None else [one_of("--adapt", name, (*known, "none")) for name in adapt.split(",")]
     if "none" in names and set(names) != {"none"}:
-        raise ValueGivenError(
-            "--adapt",
-            problem=f"--adapt {adapt} combines none with names of settings.",
-            hint="Pass either none, or the settings that the plan may tune.",
-            code="option.conflict",
-        )
+        problem, hint = "combines none with names of settings.", "Pass either none, or the settings to tune."
+        raise conflict("--adapt", f"--adapt {adapt} {problem}", hint)
     return tuple(name.replace("-", "_") for name in dict.fromkeys(names) if name != "none")
 
 
 def refuse_adapt(adapt: str | None, recorded: str) -> None:
-    """Raise `ValueGivenError` if `--adapt` is used together with a recorded plan source.
-
-    Args:
-        adapt: Value of the option.
-        recorded: Source of the plan, for the error.
-    """
+    """Raise `ValueGivenError` if `--adapt` is used together with a recorded source of the plan."""
     if settings_to_adapt(adapt):
-        raise ValueGivenError(
+        raise conflict(
             "--adapt",
-            problem=f"--adapt {adapt} cannot be combined with {recorded}, because tuning trains the model.",
-            hint=f"Remove --adapt, or plan for a task without {recorded}.",
-            code="option.conflict",
+            f"--adapt {adapt} cannot be combined with {recorded}, because tuning trains the model.",
+            f"Remove --adapt, or plan for a task without {recorded}.",
         )
 
 
@@ -118,12 +113,8 @@ def intensity(carbon: str | None, kind: str | None) -> Intensity | None:
 
     if carbon is None:
         if kind is not None:
-            raise ValueGivenError(
-                "--carbon-kind",
-                problem=f"--carbon-kind {kind} has no effect without a carbon intensity.",
-                hint="Add --carbon, or remove --carbon-kind.",
-                code="option.required",
-            )
+            problem = f"--carbon-kind {kind} has no effect without a carbon intensity."
+            raise conflict("--carbon-kind", problem, "Add --carbon, or remove --carbon-kind.", "option.required")
         return None
     return named(carbon, kind).forecast(time.time())
 
@@ -133,12 +124,7 @@ def kept_in(
 ) -> Checkpoints | None:
     """Return the checkpoint settings from `--checkpoints` and related options; None for a run without checkpoints.
 
-    Args:
-        task: Name of the task, used for the default folder with `--resume`.
-        folder: Value of `--checkpoints`.
-        every: Value of `--every`.
-        resume: Value of `--resume`.
-        accept: Value of `--accept`.
+    With `--resume` alone, the folder is named after the task.
 
     Raises:
         ValueGivenError: A checkpoint option is used without a folder.
@@ -149,42 +135,27 @@ def kept_in(
     if folder is None and resume is None:
         for option, value in (("--every", every), ("--accept", accept)):
             if value is not None:
-                raise ValueGivenError(
-                    option,
-                    problem=f"{option} {value} has no effect on a run without checkpoints.",
-                    hint="Add --checkpoints FOLDER, or --resume auto to use the folder runs/train-TASK.",
-                    code="option.required",
-                )
+                problem = f"{option} {value} has no effect on a run without checkpoints."
+                hint = "Add --checkpoints FOLDER, or --resume auto to use the folder runs/train-TASK."
+                raise conflict(option, problem, hint, "option.required")
         return None
     if folder is None:
         folder = folder_of("train", task, None)
-        _made(folder.parent)
+        try:
+            folder.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            problem = f"The folder {folder.parent} for checkpoints cannot be created: {error.strerror or error}."
+            hint = "Name another folder with --checkpoints."
+            raise FormatError("--resume", problem=problem, hint=hint, code="folder.not_created") from None
     accepts = () if accept is None else tuple(name.strip() for name in accept.split(","))
     return Checkpoints(folder, every, None if every else 600.0, resume=resume or "auto", accepts=accepts)
-
-
-def _made(folder: Path) -> None:
-    """Create a folder; raises `FormatError` on failure."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise FormatError(
-            "--resume",
-            problem=f"The folder {folder} for checkpoints cannot be created: {error.strerror or error}.",
-            hint="Name another folder with --checkpoints.",
-            code="folder.not_created",
-        ) from None
 
 
 def refuse_memory(memory: str | None) -> None:
     """Raise `ValueGivenError` if `--memory` is used with an existing plan."""
     if memory is not None:
-        raise ValueGivenError(
-            "--memory",
-            problem=f"--memory {memory} cannot be combined with --plan, because the plan was made before.",
-            hint="Pass --memory to `trimtab plan`, or remove --plan.",
-            code="option.conflict",
-        )
+        problem = f"--memory {memory} cannot be combined with --plan, because the plan was made before."
+        raise conflict("--memory", problem, "Pass --memory to `trimtab plan`, or remove --plan.")
 
 
 def require_folder(out: Path | None) -> None:
@@ -211,25 +182,20 @@ def require_record(record: Path | None, kept: Checkpoints | None, task: str, see
         require_unlocked(record)
     if kept is not None:
         require_unlocked(kept.path)
-    if kept is None:
-        require_new(record)
-    elif record is not None and record.exists():
+    if record is None:
+        return
+    if kept is not None and record.exists():
         if not kept.saved_samples():
             require_own(record, Header(task, seed), "--record")
-    else:
-        require_new(record)
-
-
-def require_new(record: Path | None) -> None:
-    """Raise `FormatError` if the record exists already or cannot be written."""
-    if record is not None and record.exists():
+        return
+    if record.exists():
         raise FormatError(
             "--record",
             problem=f"The file {record} exists already.",
             hint="Name a new file, or delete the old one.",
             code="record.exists",
         )
-    if record is not None and not record.parent.is_dir():
+    if not record.parent.is_dir():
         raise _without_folder("--record", record)
 
 

@@ -1,4 +1,4 @@
-"""Commands without training: doctor, profile, plan."""
+"""Commands without training: doctor, tasks, estimate, profile, plan."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from trimtab.cli.options import (
     TaskName,
     Weight,
     WithoutMeter,
+    conflict,
     refuse_adapt,
     require_folder,
     settings_to_adapt,
 )
 from trimtab.cli.output import print_error, print_json, print_text
-from trimtab.core.errors import ValueGivenError
 from trimtab.experiments.progress_bar import ProgressBar
 
 
@@ -36,6 +36,60 @@ def doctor(as_json: Json = False) -> None:
         return
     for finding in findings:
         print_text(f"{'ok' if finding.ok else '--'}  {finding.name:<22} {finding.detail}")
+
+
+def tasks(as_json: Json = False) -> None:
+    """List the built-in tasks, and the ways to name your own."""
+    import ast
+
+    import trimtab.tasks
+    from trimtab.tasks import BUILT_IN
+
+    folder = Path(trimtab.tasks.__file__).parent
+    sources = {name: ast.parse((folder / f"{name}.py").read_text(encoding="utf-8")) for name in BUILT_IN}
+    about = {name: (ast.get_docstring(source) or "").partition("\n")[0] for name, source in sources.items()}
+    if as_json:
+        print_json({"schema": 1, "name": "tasks", "rows": [{"task": name, "about": about[name]} for name in about]})
+        return
+    print_text("\n".join(f"{name:<14} {text}" for name, text in about.items()))
+    print_text(
+        "\nYour own:\n"
+        "  train.py:setup    a function setup(seed) that returns a trimtab.Loop\n"
+        "  my_task.py:task   a trimtab.tasks.Task; `trimtab init` writes an example\n"
+        "  my_module:task    the same, in a module of this folder"
+    )
+
+
+def estimate(
+    model: Annotated[
+        str,
+        typer.Argument(
+            help="type, folder or cached hub name of a Transformers model, a timm or torchvision name, or a task"
+        ),
+    ],
+    batch_size: Annotated[
+        int | None, typer.Option(min=1, help="samples per optimizer step (default: 8, or the task's)")
+    ] = None,
+    length: Annotated[
+        int | None, typer.Option(min=1, help="tokens of a sample (default: the model's, up to 1024)")
+    ] = None,
+    image_size: Annotated[
+        int | None, typer.Option(min=1, help="pixels of an image's side (default: the model's)")
+    ] = None,
+    device: Annotated[
+        str, typer.Option(help="devices, separated by commas, such as 'RTX 4090'; cpu (this machine) or all")
+    ] = "all",
+    optimizer: Annotated[str | None, typer.Option(help="adamw (default) or sgd")] = None,
+    memory: Annotated[str | None, typer.Option(help="memory limit instead of the device's, such as 16GiB")] = None,
+    as_json: Json = False,
+) -> None:
+    """Predict the step time and peak memory of a model on a device, and the fastest settings that fit. Runs nothing."""
+    from trimtab.experiments.estimate import estimate as run
+
+    size: dict[str, Any] = {"batch_size": batch_size, "length": length, "image_size": image_size}
+    with ProgressBar() as progress:
+        found = run(model, device, **size, optimizer=optimizer, memory=memory, progress=progress)
+    print_json({"schema": 1, "name": "estimate", **found.as_json()}) if as_json else print_text(str(found))
 
 
 def profile(
@@ -106,40 +160,37 @@ def plan(
 
     require_folder(out)
     if explain and as_json:
-        raise ValueGivenError(
-            "--explain",
-            problem="--explain prints text and cannot be combined with --json.",
-            hint="Remove one of the two options.",
-            code="option.conflict",
-        )
+        problem = "--explain prints text and cannot be combined with --json."
+        raise conflict("--explain", problem, "Remove one of the two options.")
     if task.endswith(".json") or device is not None:
         refuse_adapt(adapt, task if task.endswith(".json") else "--device")
     limits, weights = Budget(memory, step_time), Objective(1.0, memory_weight, energy_weight)
     is_here = not task.endswith(".json") and device is None and ranks == 1
     if not is_here and (energy_watts is not None or without_meter != "refuse"):
-        raise ValueGivenError(
+        raise conflict(
             "--energy-watts, --without-meter",
-            problem="--energy-watts and --without-meter apply to measurements on this machine, but this plan is "
-            "predicted from a profile, or for another device or several ranks.",
-            hint="Remove these options.",
-            code="option.conflict",
+            "--energy-watts and --without-meter apply to measurements on this machine, but this plan is predicted from "
+            "a profile, or for another device or several ranks.",
+            "Remove these options.",
         )
     if ranks > 1 or link is not None or engine != "torch":
         asked = {"ranks": ranks, "link": link, "engine": engine, "device": device}
         _plan_ranks(task, asked, adapt, limits, weights, out, as_json=as_json, explain=explain)
         return
-    wanted = settings_to_adapt(adapt)
-    if is_here and (setup := _setup_named(task)) is not None:
-        _plan_setup(setup, task, wanted, limits, weights, (energy_watts, without_meter), out, as_json=as_json,
-                    explain=explain)  # fmt: skip
-        return
-    how: dict[str, Any] = {"device": device, "adapt": wanted}
+    how: dict[str, Any] = {"adapt": settings_to_adapt(adapt)}
     if is_here:
         from trimtab.api import Metering  # imports torch, which planning from a recorded profile does not need
 
         how["metering"] = Metering(energy_watts, without=without_meter)
+    setup = _setup_named(task) if is_here else None
+    if setup is not None and explain:
+        problem = "--explain needs a task, but a function was given."
+        raise conflict("--explain", problem, "Remove --explain.", "option.needs_task")
     with ProgressBar() as progress:
-        found = plan_with_profile(task, limits, weights, progress=progress, **how)
+        if setup is not None:
+            found = _plan_setup(setup, task, limits, weights, progress=progress, **how)
+        else:
+            found = plan_with_profile(task, limits, weights, device=device, progress=progress, **how)
     try:
         if out is not None:
             write_result(out, to_json(found.plan, indent=1))
@@ -157,39 +208,20 @@ def _setup_named(task: str) -> Any:
     return None if isinstance(found, Task) else found
 
 
-def _plan_setup(
-    setup: Any,
-    task: str,
-    adapt: tuple[str, ...],
-    limits: Any,
-    weights: Any,
-    energy: tuple[float | None, str],
-    out: Path | None,
-    *,
-    as_json: bool,
-    explain: bool,
-) -> None:
-    from trimtab.api import Metering
+def _plan_setup(setup: Any, task: str, limits: Any, weights: Any, *, adapt: tuple[str, ...], **how: Any) -> Any:
     from trimtab.experiments import loop_setup
+    from trimtab.experiments.plan_source import PlanWithProfile
 
     name, seed = task.rpartition(":")[2], loop_setup.PLANNING_SEED
-    with ProgressBar() as progress:
-        reference = loop_setup.observed_reference(setup, seed, name)
-        metering = Metering(energy[0], without=energy[1])
-        how: dict[str, Any] = {"budget": limits, "objective": weights, "metering": metering, "progress": progress}
-        loop = loop_setup.build(setup, seed, name)
-        has_step = loop.step is not None
-        made = loop_setup.plan_of(loop, reference, adapt=adapt or None, **how)
+    reference, loop = loop_setup.observed_reference(setup, seed, name), loop_setup.build(setup, seed, name)
+    has_step = loop.step is not None
+    made = loop_setup.plan_of(loop, reference, adapt=adapt or None, budget=limits, objective=weights, **how)
     if has_step:
         print_error(
             f"The plan was measured with loss_fn. The step of {name} was used only to observe its precision; "
             "`trimtab compare` checks that both train alike, and measures the gain over step."
         )
-    try:
-        if out is not None:
-            made.save(out)
-    finally:
-        print_json(made) if as_json else print_text(made.explain() if explain else str(made))
+    return PlanWithProfile(made, None, limits, weights)
 
 
 def _plan_ranks(
@@ -208,12 +240,8 @@ def _plan_ranks(
     asked = RankPlanOptions(**options)
     if task.endswith(".json") or explain:
         what = "--explain" if explain else f"the profile {task}"
-        raise ValueGivenError(
-            "--ranks",
-            problem=f"Planning for several ranks cannot be combined with {what}.",
-            hint="Remove --explain." if explain else "Pass the task that the profile was measured on.",
-            code="option.conflict",
-        )
+        hint = "Remove --explain." if explain else "Pass the task that the profile was measured on."
+        raise conflict("--ranks", f"Planning for several ranks cannot be combined with {what}.", hint)
     refuse_adapt(adapt, "--ranks")
     with ProgressBar() as progress:
         found = rank_page(task, asked, budget=limits, objective=weights, progress=progress)

@@ -31,6 +31,7 @@ from trimtab.cli.options import (
     TaskName,
     Track,
     TrialBatchSize,
+    conflict,
     intensity,
     kept_in,
     refuse_adapt,
@@ -39,7 +40,6 @@ from trimtab.cli.options import (
     settings_to_adapt,
 )
 from trimtab.cli.output import print_error, print_figures
-from trimtab.core.errors import ValueGivenError
 from trimtab.experiments.progress_bar import ProgressBar
 
 if TYPE_CHECKING:
@@ -66,20 +66,13 @@ IdleWatts = Annotated[float | None, typer.Option(min=0, help="power of held devi
 DryRun = Annotated[bool, typer.Option("--dry-run", help="print the schedule and exit")]
 
 
-def clean_hours(
-    source: str | None,
-    kind: str | None,
-    by: str | None,
-    *,
-    pauses: str | None,
-    takes: str | None,
-    watts: float | None,
-    idle_watts: float | None,
-    is_dry: bool,
-    is_kept: bool,
-    num_ranks: int,
-) -> LowCarbonOptions | None:
-    """Return the settings of `--when-clean` and its related options; None for an immediate start.
+def low_carbon(
+    source: str, kind: str | None, given: dict[str, Any], watts: float | None, *, is_kept: bool, num_ranks: int
+) -> LowCarbonOptions:
+    """Return the settings of `--when-clean`.
+
+    Args:
+        given: values of the related options by name; None for an option that was not passed.
 
     Raises:
         ValueGivenError: An option is invalid, or lacks a required option.
@@ -88,61 +81,37 @@ def clean_hours(
     from trimtab.core.units import parse_duration, parse_moment
     from trimtab.experiments.train_command import LowCarbonOptions
 
-    beside = {"--by": by, "--pauses": pauses, "--takes": takes, "--idle-watts": idle_watts, "--dry-run": is_dry or None}
-    if source is None:
-        _refuse_alone(beside)
-        return None
-    if by is None:
-        raise ValueGivenError(
-            "--by",
-            problem="--when-clean needs a deadline.",
-            hint="Add --by with a time such as 2026-03-02T06:00+01:00, or a duration such as 36h.",
-            code="option.required",
-        )
-    _require_what_they_need(num_ranks, pauses, is_kept=is_kept)
-    pause_s = None if pauses is None else parse_duration("--pauses", pauses)
-    takes_s = None if takes is None else parse_duration("--takes", takes)
-    deadline_s = parse_moment("--by", by, time.time())
+    if given["--by"] is None:
+        hint = "Add --by with a time such as 2026-03-02T06:00+01:00, or a duration such as 36h."
+        raise conflict("--by", "--when-clean needs a deadline.", hint, "option.required")
+    if num_ranks > 1:
+        problem = f"--when-clean supports one process, not {num_ranks} ranks."
+        hint = "Get the schedule in one process with --dry-run, and start the job at that time."
+        raise conflict("--when-clean", problem, hint)
+    if given["--pauses"] is not None and not is_kept:
+        problem = "--pauses needs checkpoints, because a paused run resumes from a checkpoint."
+        raise conflict("--pauses", problem, "Add --checkpoints FOLDER.", "option.required")
+    pause_s, takes_s = (
+        None if given[name] is None else parse_duration(name, given[name]) for name in ("--pauses", "--takes")
+    )
+    deadline_s = parse_moment("--by", given["--by"], time.time())
+    idle_watts, is_dry = given["--idle-watts"], bool(given["--dry-run"])
     return LowCarbonOptions(source_named(source, kind), deadline_s, pause_s, takes_s, watts, idle_watts, is_dry)
 
 
 def _refuse_alone(beside: dict[str, Any]) -> None:
-    if alone := [name for name, given in beside.items() if given is not None]:
-        raise ValueGivenError(
-            alone[0],
-            problem=f"{alone[0]} has no effect without --when-clean.",
-            hint=f"Add --when-clean, or remove {alone[0]}.",
-            code="option.required",
-        )
-
-
-def _require_what_they_need(num_ranks: int, pauses: str | None, *, is_kept: bool) -> None:
-    if num_ranks > 1:
-        raise ValueGivenError(
-            "--when-clean",
-            problem=f"--when-clean supports one process, not {num_ranks} ranks.",
-            hint="Get the schedule in one process with --dry-run, and start the job at that time.",
-            code="option.conflict",
-        )
-    if pauses is not None and not is_kept:
-        raise ValueGivenError(
-            "--pauses",
-            problem="--pauses needs checkpoints, because a paused run resumes from a checkpoint.",
-            hint="Add --checkpoints FOLDER.",
-            code="option.required",
-        )
+    for option, value in beside.items():
+        if value is not None:
+            problem = f"{option} has no effect without --when-clean."
+            raise conflict(option, problem, f"Add --when-clean, or remove {option}.", "option.required")
 
 
 def _refuse_task_options(given: dict[str, Any]) -> None:
     """Refuse options of tasks for a function `setup(seed)`."""
     for option, value in given.items():
         if value is not None:
-            raise ValueGivenError(
-                option,
-                problem=f"{option} needs a task, but a function was given.",
-                hint=f"Remove {option}.",
-                code="option.needs_task",
-            )
+            problem = f"{option} needs a task, but a function was given."
+            raise conflict(option, problem, f"Remove {option}.", "option.needs_task")
 
 
 def _report_finished(found: dict[str, Any], kept: Any, record: Path | None) -> None:
@@ -212,20 +181,22 @@ def train(
     loop, tracks = load_task_or_setup(task), tuple(track or ())
     own: dict[str, Any] = {"seed": seed, "record": record, "metering": Metering(energy_watts), "grid": grid}
     own |= {"tracks": tracks, "nonfinite": nonfinite}
+    beside = {
+        "--by": by,
+        "--pauses": pauses,
+        "--takes": takes,
+        "--idle-watts": idle_watts,
+        "--dry-run": dry_run or None,
+    }
     planning: dict[str, Any] = {"file": plan_file, "budget": limits, "dry_runs": dry_runs}
     if not isinstance(loop, Task):
         _refuse_task_options({"--batch-size": batch_size, "--judged": judged, "--when-clean": when_clean})
-        _refuse_alone(
-            {"--by": by, "--pauses": pauses, "--takes": takes, "--idle-watts": idle_watts, "--dry-run": dry_run or None}
-        )
+        _refuse_alone(beside)
         name = task.rpartition(":")[2]
         if ranks_of_job(ranks) > 1:
-            raise ValueGivenError(
-                "--ranks",
-                problem=f"--ranks needs a task, but {name} is a function setup(seed).",
-                hint="Call trimtab.start in your own script, and start it with torchrun.",
-                code="option.needs_task",
-            )
+            problem = f"--ranks needs a task, but {name} is a function setup(seed)."
+            hint = "Call trimtab.start in your own script, and start it with torchrun."
+            raise conflict("--ranks", problem, hint, "option.needs_task")
         kept = kept_in(name, checkpoints, every, resume, accept)
         require_record(record, kept, name, seed)
         require_trackers(tracks, record)
@@ -239,18 +210,12 @@ def train(
         return
     loaded = loop.shortened(batch_size=batch_size, judged_batches=judged)
     kept = kept_in(loaded.name, checkpoints, every, resume, accept)
-    hours = clean_hours(
-        when_clean,
-        carbon_kind,
-        by,
-        pauses=pauses,
-        takes=takes,
-        watts=energy_watts,
-        idle_watts=idle_watts,
-        is_dry=dry_run,
-        is_kept=kept is not None,
-        num_ranks=ranks_of_job(ranks),
-    )
+    hours, num_ranks = None, ranks_of_job(ranks)  # Raises for another number of ranks than the launcher's.
+    if when_clean is None:
+        _refuse_alone(beside)
+    else:
+        of_run: dict[str, Any] = {"is_kept": kept is not None, "num_ranks": num_ranks}
+        hours = low_carbon(when_clean, carbon_kind, beside, energy_watts, **of_run)
     require_record(*(None, None) if here.rank else (record, kept), loaded.name, seed)
     require_trackers(tracks, record)
     _refuse_planning_with(plan_file, adapt, memory)

@@ -210,9 +210,9 @@ class Peaks:
 
 
 def _row(match: str, fp32: float, tf32: float | None, half: float, bandwidth: float, size: int, source: str) -> Peaks:
-    flops = {"fp32": fp32 * 1e12, "bf16": half * 1e12, "fp16": half * 1e12}
+    flops = {"fp32": fp32 * 1e12, "fp16": half * 1e12}
     if tf32 is not None:
-        flops["tf32"] = tf32 * 1e12
+        flops |= {"tf32": tf32 * 1e12, "bf16": half * 1e12}  # NVIDIA introduced both together.
     return Peaks(match, flops, bandwidth * 1e9, source, size * 10**9)
 
 
@@ -220,6 +220,7 @@ def _row(match: str, fp32: float, tf32: float | None, half: float, bandwidth: fl
 # also contains a word of another product (or a slice) of that family.
 _OTHER_PRODUCTS = frozenset({"NVL", "TI", "D", "LAPTOP", "MIG"})
 PEAKS: tuple[Peaks, ...] = (
+    _row("B200", 75, 1125, 2250, 8000, 180, "NVIDIA HGX and DGX B200 data sheets, by GPU, dense"),
     _row("H200", 67, 494.7, 989.4, 4800, 141, "NVIDIA H200 data sheet, SXM, dense"),
     _row("H100 PCIe", 51.2, 378, 756, 2000, 80, "NVIDIA H100 data sheet, PCIe, dense"),
     _row("H100", 67, 494.7, 989.4, 3350, 80, "NVIDIA H100 data sheet, SXM, dense"),
@@ -228,6 +229,13 @@ PEAKS: tuple[Peaks, ...] = (
     _row("A100", 19.5, 156, 312, 1555, 40, "NVIDIA A100 40GB data sheet, dense"),
     _row("L40S", 91.6, 183, 362, 864, 48, "NVIDIA L40S data sheet, dense"),
     _row("L4", 30.3, 60, 121, 300, 24, "NVIDIA L4 data sheet, dense"),
+    _row("A10", 31.2, 62.5, 125, 600, 24, "NVIDIA A10 data sheet, dense"),
+    _row("V100 SXM2 32GB", 15.7, None, 125, 900, 32, "NVIDIA V100 data sheet, SXM2, fp32 accumulation"),
+    _row("V100 SXM2", 15.7, None, 125, 900, 16, "NVIDIA V100 data sheet, SXM2, fp32 accumulation"),
+    _row("T4", 8.1, None, 65, 300, 16, "NVIDIA T4 data sheet"),
+    _row(
+        "RTX 5090", 104.8, 104.8, 209.5, 1792, 32, "NVIDIA RTX Blackwell architecture paper, dense, fp32 accumulation"
+    ),
     _row("RTX 4090", 82.6, 82.6, 165.2, 1008, 24, "NVIDIA Ada GPU architecture paper, dense, fp32 accumulation"),
     _row("RTX 3090", 35.6, 35.6, 71, 936, 24, "NVIDIA GA102 architecture paper, dense, fp32 accumulation"),
 )
@@ -248,6 +256,10 @@ def absent_device(name: str) -> DeviceSpec:
     """Return a device in the table, such as "A100 80GB" or "H100 SXM"; `ValueGivenError` for another name."""
     row = lookup_peaks(name)
     if row is None:
-        known = ", ".join(row.match for row in PEAKS)
-        raise ValueGivenError("device", got=f"{name!r:.60}", expected=f"a known device: {known}")
+        import difflib  # for this error alone
+
+        known = [row.match for row in PEAKS]
+        near = difflib.get_close_matches(name.upper(), known, n=1)
+        hint = f"Did you mean {near[0]}?" if near else ""
+        raise ValueGivenError("device", got=f"{name!r:.60}", expected=f"a known device: {', '.join(known)}", hint=hint)
     return DeviceSpec(name, "cuda", row.memory_bytes, row.flops, row.bandwidth_bytes_s, row.source)

@@ -17,6 +17,22 @@ from trimtab.experiments.results import SETTINGS, read_settings
 from trimtab.measure.machine import environment
 
 T = TypeVar("T")
+# Settings that several options set together, and the options of the command that set a single value.
+_GROUPS = ("length", "planning")
+_OPTIONS = {
+    "steps": "--steps",
+    "evaluate_every": "--evaluate-every",
+    "cap_s": "--cap",
+    "baseline_cap_s": "--baseline-cap",
+    "memory": "--memory",
+    "adapt": "--adapt",
+    "plan": "--plan",
+    "against": "--against",
+    "ranks": "--ranks",
+    "pairwise": "--pairwise",
+    "watts": "--energy-watts",
+    "modes": "--scaling",
+}
 _HERE = ("torch", "trimtab", "cpu", "threads", "gpu")
 
 
@@ -76,9 +92,10 @@ class ResultFolder:
             return
         before = read_settings(path)
         if differing := sorted(key for key in {*before, *wanted} if before.get(key) != wanted.get(key)):
+            named = [name for key in differing for name in _option_names(key, before.get(key), wanted.get(key))]
             raise FormatError(
                 str(path),
-                problem=f"{path} contains results with different settings: {', '.join(differing)}.",
+                problem=f"{path} contains results with different settings: {', '.join(named)}.",
                 hint="Name another folder with --out, or use the same settings to continue.",
                 code="folder.settings_differ",
             )
@@ -106,6 +123,16 @@ class ResultFolder:
             self._together.write(file, found)
             note_kept(f"{self.path} keeps all completed parts; the same command continues.")
         return found
+
+
+def _option_names(key: str, before: str | None, now: str | None) -> list[str]:
+    """Return the options that set a differing setting; the setting's own name if no option is known."""
+    parts = [key]
+    with contextlib.suppress(ValueError):
+        ours, theirs = (json.loads(each or "{}") for each in (before, now))
+        if key in _GROUPS and isinstance(ours, dict) and isinstance(theirs, dict):
+            parts = sorted(name for name in {*ours, *theirs} if ours.get(name) != theirs.get(name))
+    return [_OPTIONS.get(name, name) for name in parts]
 
 
 def _text(value: Any) -> str:

@@ -5,6 +5,7 @@ Only this module uses torch's private interface of fake tensors.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import logging
 from typing import Any, TypeVar
@@ -79,6 +80,11 @@ class FakeCudaMode(TorchFunctionMode):
             elif func in _TO_FP32 and args and _is_half(args[0]) and kwargs.get("dtype") is None:
                 kwargs = kwargs | {"dtype": torch.float32}
         return func(*args, **kwargs)
+
+
+def kernels_of(kind: str) -> contextlib.AbstractContextManager[object]:
+    """Return a context in which fake CPU tensors take the memory and operators of a kind of device, "cuda" or "cpu"."""
+    return FakeCudaMode() if kind == "cuda" else contextlib.nullcontext()
 
 
 def _is_plain(tensor: Tensor, gradient: Tensor | None = None, **others: Any) -> bool:

@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
-from trimtab.core.memory_model import Operation
+from trimtab.core.memory_model import Operation, StepWork
 from trimtab.planner.cost_model import CostModel, seconds_of
 from trimtab.planner.search import chunk_candidates, mode_candidates, next_recomputables
 from trimtab.plans.profile import SAME_BYTES, Candidate, Profile, RecomputableBlocks, TracedBlocks, TracedCandidate
@@ -27,10 +27,10 @@ def traced_for(profile: Profile, trace: Trace) -> Profile:
 
     def traced(profile: Profile, candidates: Sequence[Candidate]) -> Profile:
         """Trace candidates; precisions with the same operators share a trace."""
-        apart = [c for c in candidates if _twin(c) == c or _twin(c) not in candidates]
+        apart = [c for c in candidates if twin_of(c) == c or twin_of(c) not in candidates]
         found = {each.candidate: each for each in trace(apart)}
-        twins = ((c, found.get(c) or found.get(_twin(c))) for c in candidates)
-        traces = tuple(replace(twin, candidate=c) for c, twin in twins if twin is not None)
+        twins = ((c, found.get(c) or found.get(twin_of(c))) for c in candidates)
+        traces = tuple(_as_twin(twin, c) for c, twin in twins if twin is not None)
         return replace(profile, traces=(*profile.traces, *traces))
 
     profile = traced(profile, modes(profile))
@@ -121,8 +121,8 @@ def recorded_traces(profile: Profile) -> Trace:
 
     def trace(candidates: Sequence[Candidate]) -> list[TracedCandidate]:
         has = {each.candidate: each for each in profile.target_device_traces}
-        found = [(c, has.get(c) or has.get(_twin(c))) for c in candidates]
-        return [replace(each, candidate=c) for c, each in found if each is not None]
+        found = [(c, has.get(c) or has.get(twin_of(c))) for c in candidates]
+        return [_as_twin(each, c) for c, each in found if each is not None]
 
     return trace
 
@@ -131,9 +131,10 @@ def recorded_blocks(profile: Profile) -> TraceBlocks:
     """Return a function that looks up recorded CUDA blocks in the profile."""
 
     def trace(candidate: Candidate) -> TracedBlocks | str:
-        both = (candidate, _twin(candidate))
+        both = (candidate, twin_of(candidate))
         found = (each for c in both for each in profile.target_device_blocks if each.candidate.alike(c, *SAME_BYTES))
-        return next(found, "the profile has no trace of the blocks")
+        blocks = next(found, None)
+        return "the profile has no trace of the blocks" if blocks is None else blocks_as_twin(blocks, candidate)
 
     return trace
 
@@ -142,6 +143,31 @@ def _fused(profile: Profile, candidate: Candidate) -> Candidate:
     return candidate.having(fused_optimizer=profile.loop.supports_fused or profile.loop.is_fused)
 
 
-def _twin(candidate: Candidate) -> Candidate:
+def _as_twin(traced: TracedCandidate, candidate: Candidate) -> TracedCandidate:
+    """Return a trace as that of a candidate, in the precision traced or in the one with the same operators."""
+    work = traced.work and StepWork(
+        *(_in_kind(each, candidate) for each in (traced.work.micro_batch, traced.work.step))
+    )
+    return replace(traced, candidate=candidate, work=work)
+
+
+def blocks_as_twin(traced: TracedBlocks, candidate: Candidate) -> TracedBlocks:
+    """Return blocks as those of a candidate, in the precision traced or in the one with the same operators."""
+    forwards = tuple(_in_kind(each, candidate) for each in traced.forwards)
+    kept, in_part = (_in_kind(each, candidate) for each in (traced.kept, traced.in_part))
+    return replace(traced, candidate=candidate, forwards=forwards, kept=kept, in_part=in_part)
+
+
+def _in_kind(operations: tuple[Operation, ...], candidate: Candidate) -> tuple[Operation, ...]:
+    """Return operators with half precisions replaced by the candidate's; a device may lack the peak of the other."""
+    if candidate.precision not in ("bf16", "fp16"):
+        return operations
+    return tuple(
+        replace(each, precision=candidate.precision) if each.precision in ("bf16", "fp16") else each
+        for each in operations
+    )
+
+
+def twin_of(candidate: Candidate) -> Candidate:
     """Return the candidate in the precision that has the same operators, possibly unchanged."""
     return candidate.having(precision=_TWINS.get(candidate.precision, candidate.precision))

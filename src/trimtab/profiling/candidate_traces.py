@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from trimtab.core.errors import ModelError, TrimtabError
-from trimtab.measure.fake_tensors import FakeCudaMode
+from trimtab.measure.fake_tensors import kernels_of
 from trimtab.measure.memory_trace import SizeTrace, trace_peaks
 from trimtab.measure.storage_tracker import WorkspaceTooLarge
 from trimtab.planner.target_device_candidates import recorded_candidates
@@ -82,11 +82,13 @@ def trace_elsewhere(
     batch: Any,
     candidates: Sequence[Candidate],
     batching: BatchSplitting = BY_CONTAINERS,
+    kind: str = "cuda",
 ) -> tuple[TracedCandidate, ...]:
-    """Return the candidates' traces as for a CUDA device; () if the batch is too small to be split.
+    """Return the candidates' traces as for a device; () if the batch is too small to be split.
 
     Args:
         candidates: candidates that differ in precision only.
+        kind: kind of the device, "cuda" or "cpu".
 
     Raises:
         ModelError: the step cannot be traced, or has recurrent layers, whose memory is mostly outside of tensors.
@@ -103,7 +105,7 @@ def trace_elsewhere(
             code="model.recurrent",
         )
     forwards = [functools.partial(autocast, candidate.precision, HERE) for candidate in candidates]
-    with apply_candidate(model, optimizer, candidates[0]), FakeCudaMode():
+    with apply_candidate(model, optimizer, candidates[0]), kernels_of(kind):
         found = _trace(model, optimizer, loss_fn, batch, autocasts=forwards, batching=batching)
     return tuple(
         TracedCandidate(candidate, *traced) for candidate, traced in zip(candidates, found, strict=bool(found))

@@ -21,7 +21,7 @@ from trimtab.core.progress import silent
 from trimtab.core.recompute_schedule import EVERY_BLOCK, schedule_of
 from trimtab.measure.block_graph import blocks_of
 from trimtab.measure.block_memory import BlockMemoryTrace, chains_through, require_runs, trace_stages
-from trimtab.measure.fake_tensors import FakeCudaMode, FakeTensors
+from trimtab.measure.fake_tensors import FakeTensors, kernels_of
 from trimtab.measure.machine import environment
 from trimtab.measure.memory_trace import trace_state_bytes
 from trimtab.measure.storage_lifetimes import cannot_trace
@@ -53,16 +53,18 @@ def trace_blocks(
     *,
     splits: bool = True,
     batching: BatchSplitting = BY_CONTAINERS,
+    kind: str = "cuda",
 ) -> TracedBlocks | str:
-    """Return a candidate's blocks as traced for CUDA, or the reason for failing.
+    """Return a candidate's blocks as traced for a device, or the reason for failing.
 
     Args:
         batch: a batch of 3 or more samples, on the CPU or the meta device.
         named: names of the blocks, instead of those found in the module tree.
         splits: True if the batch may be split.
+        kind: kind of the device, "cuda" or "cpu".
     """
     try:
-        with apply_candidate(model, optimizer, candidate), FakeCudaMode():
+        with apply_candidate(model, optimizer, candidate), kernels_of(kind):
             return _traced(model, optimizer, loss_fn, batch, candidate, named, splits=splits, batching=batching)
     except TrimtabError as error:
         return describe(error)
@@ -170,13 +172,14 @@ def profile_elsewhere(
 
     def trace(candidates: Sequence[Candidate]) -> Sequence[TracedCandidate]:
         progress(f"tracing: {', '.join(each.describe() for each in candidates)}")
-        return trace_elsewhere(model, optimizer, loss_fn, batch, candidates)
+        return trace_elsewhere(model, optimizer, loss_fn, batch, candidates, kind=device.kind)
 
     profile = traced_for(profile, trace)
 
     def blocks(candidate: Candidate) -> TracedBlocks | str:
         progress(f"tracing blocks: {candidate.describe()}")
-        return trace_blocks(model, optimizer, loss_fn, batch, candidate, named_blocks, splits=check.splittable)
+        how: dict[str, Any] = {"splits": check.splittable, "kind": device.kind}
+        return trace_blocks(model, optimizer, loss_fn, batch, candidate, named_blocks, **how)
 
     profile = with_blocks(profile, blocks)
     return replace(profile, profiling_s=time.perf_counter() - start)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ast
+import difflib
 import hashlib
 import importlib
 import importlib.util
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
@@ -81,7 +83,11 @@ def load_task_or_setup(name: str) -> Task | Callable[[int], Any]:
     where, attribute = _split(name)
     module = _load_file(name, Path(where)) if where.endswith(".py") else _load_module(name, where)
     if not hasattr(module, attribute):
-        raise ValueGivenError("task", got=f"{name!r}", expected=f"an attribute {attribute!r} of {where}")
+        near = difflib.get_close_matches(attribute, vars(module), n=1)
+        expected = f"an attribute {attribute!r} of {where}"
+        raise ValueGivenError(
+            "task", got=f"{name!r}", expected=expected, hint=_did_you_mean(f"{where}:{n}" for n in near)
+        )
     task = getattr(module, attribute)
     if not isinstance(task, Task) and (isinstance(task, type) or not callable(task)):
         raise FormatError(
@@ -101,8 +107,37 @@ def _split(name: object) -> tuple[str, str]:
             "task",
             got=repr(name),
             expected=f"one of {', '.join(BUILT_IN)}, or my_module:attribute, or path/to/file.py:attribute",
+            hint=_did_you_mean(_near(name)),
         )
     return where, attribute
+
+
+def _near(name: object) -> list[str]:
+    """Return the built-in task with a similar name, or the tasks and functions that a file or module defines."""
+    text = name.rstrip(":") if isinstance(name, str) else ""
+    file = Path(text) if text.endswith(".py") else Path(*text.split(".")).with_suffix(".py") if text else None
+    if file is None or not file.is_file():
+        return difflib.get_close_matches(text, (*BUILT_IN, *IN_CHECKOUT), n=1)
+    return [f"{text}:{defined}" for defined in _defined_in(file)]
+
+
+def _defined_in(file: Path) -> list[str]:
+    """Return the names of functions setup(seed) and tasks that a file defines, without running it."""
+    try:
+        body = ast.parse(file.read_bytes()).body
+    except (OSError, SyntaxError, ValueError):
+        return []
+    functions = [node for node in body if isinstance(node, ast.FunctionDef) and len(node.args.args) == 1]
+    setups = [node.name for node in functions if node.args.args[0].arg == "seed"]
+    calls = [node for node in body if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call)]
+    made = [node for node in calls if ast.unparse(node.value).partition("(")[0].endswith("Task")]
+    tasks = [each.id for node in made for each in node.targets if isinstance(each, ast.Name)]
+    return [*setups, *tasks] or [node.name for node in functions]
+
+
+def _did_you_mean(names: Iterable[str]) -> str:
+    found = list(names)[:3]
+    return f"Did you mean {' or '.join(found)}?" if found else ""
 
 
 def _load_file(name: str, path: Path) -> ModuleType:

@@ -79,7 +79,9 @@ def test_a_recorded_profile_has_the_traces_that_would_be_made(device):
     again = traced_for(kept.for_device(live.device), recorded_traces(kept))
     assert [each.candidate for each in again.traces] == [each.candidate for each in live.traces]
     for ours, theirs in zip(again.traces, live.traces, strict=True):
-        assert (ours.whole, ours.sliced) == (theirs.whole, theirs.sliced)
+        assert (ours.whole, ours.sliced, ours.work) == (theirs.whole, theirs.sliced, theirs.work)
+        peaks = {each.precision for each in theirs.work.micro_batch} - {theirs.candidate.precision}
+        assert peaks <= {"fp32"}  # in no other half precision, which the device may lack
 
 
 class Recurrent(nn.Module):
