@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader
 
 from trimtab.state.loop_state import Other, snapshot_of
 from trimtab.state.object_snapshots import TensorSnapshot
-from trimtab.state.reachable_objects import ChangeKind, ObjectPath, ObjectWalk, ReachableObject
+from trimtab.state.reachable_objects import NEVER_ENTERED, ChangeKind, ObjectPath, ObjectWalk, ReachableObject
 
 # Temporary use of a data loader: afterwards workers and the order of the next epochs are unchanged.
 
@@ -127,6 +127,8 @@ class _DataWalk(ObjectWalk):
             super()._visit(value, place)
 
     def _handler_of(self, kind: Any) -> Any:
+        if issubclass(kind, NEVER_ENTERED):
+            return None
         if issubclass(kind, io.IOBase):
             return _DataWalk._file
         handler = super()._handler_of(kind)
@@ -134,8 +136,9 @@ class _DataWalk(ObjectWalk):
         return _DataWalk._part if is_object else handler
 
     def _file(self, value: Any, place: ObjectPath) -> None:
-        get = functools.partial(value.tell)
-        self.found.append(ReachableObject(get(), place, get=get, put=value.seek))
+        if value.readable():  # a log would be overwritten
+            get = functools.partial(value.tell)
+            self.found.append(ReachableObject(get(), place, get=get, put=value.seek))
 
     def _part(self, value: Any, place: ObjectPath) -> None:
         """Add the attributes of an object of any class, or the state of an object that saves its own."""

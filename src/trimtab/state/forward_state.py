@@ -121,7 +121,7 @@ class RecomputedForwards:
         found: dict[Any, Recorder] = {}
         tensors = []
         for held, path in watch.held():
-            if not isinstance(held, VariableSnapshot) and id(held.owner) in ignored:
+            if id(getattr(held, "owner", None)) in ignored:
                 continue
             if isinstance(held, TensorSnapshot):
                 if not held.tensor.is_inference():

@@ -283,7 +283,7 @@ class VariableSnapshot:
         put: Sets the value; deletes the variable if the value is `MISSING`.
     """
 
-    def __init__(self, get: functools.partial[Any], put: Callable[[Any], None]) -> None:
+    def __init__(self, get: functools.partial[Any], put: Callable[[Any], object]) -> None:
         self.get, self._put = get, put
         self.key, self.value = key_of(get), get()
 

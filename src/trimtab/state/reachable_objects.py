@@ -510,7 +510,7 @@ _IGNORED = {
     *(bool, int, float, complex, str, bytes, type(None), type(Ellipsis), type(NotImplemented), range, slice),
     *(torch.dtype, torch.device, torch.layout, torch.memory_format, type(MISSING)),
 }
-_NEVER = (Enum, Dataset, io.IOBase, weakref.ReferenceType, types.ModuleType, torch.jit.ScriptFunction, numpy.generic)
+NEVER_ENTERED = (Enum, weakref.ReferenceType, types.ModuleType, torch.jit.ScriptFunction, numpy.generic, *_IGNORED)
 _Handler = Callable[[Any, Any, ObjectPath], None]
 _HANDLERS: Mapping[Any, _Handler] = {
     Tensor: ObjectWalk._tensor,
@@ -531,7 +531,7 @@ _HANDLERS: Mapping[Any, _Handler] = {
 @functools.cache
 def _handler_of(kind: Any) -> _Handler | None:
     """Return the method of `ObjectWalk` that enters objects of a class, or None for an ignored class."""
-    if kind in _IGNORED or issubclass(kind, _NEVER):
+    if issubclass(kind, (*NEVER_ENTERED, Dataset, io.IOBase)):
         return None
     for kinds, handler in _HANDLERS.items():
         if issubclass(kind, kinds):
