@@ -367,8 +367,9 @@ class ObjectWalk:
         self._seen.add(id(held))
         self.found.append(ReachableObject(held, place, is_named=True))
         for name, each in held.items():
-            if not isinstance(each, _FUNCTIONS):
-                self._push(each, place.then(f".{name}", deeper=True)._replace(is_beside=True))
+            is_sequence = isinstance(each, tuple) or is_container(each)
+            if not isinstance(each, _FUNCTIONS) and not (is_sequence and len(each) > _MOST_ITEMS):
+                self._push(each, place.then(f".{name}", deeper=True))
 
     def _iterator(self, value: Any, place: ObjectPath) -> None:
         """Add an iterator or queue, and the functions and user objects from which it takes its items."""
@@ -381,7 +382,7 @@ class ObjectWalk:
         self._push(value.get_obj(), place)
 
     def _memory(self, value: Any, place: ObjectPath) -> None:
-        if is_raw_memory(value):
+        if is_raw_memory(value) and not (place.is_beside and memoryview(value).nbytes > _MOST_HELD):
             self._value(value, place)
 
     def _loader(self, value: Any, place: ObjectPath) -> None:
