@@ -511,7 +511,14 @@ _IGNORED = {
     *(bool, int, float, complex, str, bytes, type(None), type(Ellipsis), type(NotImplemented), range, slice),
     *(torch.dtype, torch.device, torch.layout, torch.memory_format, type(MISSING)),
 }
-NEVER_ENTERED = (Enum, weakref.ReferenceType, types.ModuleType, torch.jit.ScriptFunction, numpy.generic, *_IGNORED)
+NEVER_ENTERED: tuple[Any, ...] = (
+    Enum,
+    weakref.ReferenceType,
+    types.ModuleType,
+    torch.jit.ScriptFunction,
+    numpy.generic,
+    *_IGNORED,
+)
 _Handler = Callable[[Any, Any, ObjectPath], None]
 _HANDLERS: Mapping[Any, _Handler] = {
     Tensor: ObjectWalk._tensor,
