@@ -103,7 +103,7 @@ _OWN_ITERATORS = ("_iterator", "_initial_iter_for_state_dict")  # of a DataLoade
 
 
 class _DataWalk(ObjectWalk):
-    """Walk that also enters datasets, loaders and files, and ends at an object that cannot be restored.
+    """Walk through datasets, loaders and files; ends at an object without restorable state.
 
     Attributes:
         one_shot: Path and type of that object, or "".

@@ -253,7 +253,7 @@ def get_attribute(owner: Any, name: str) -> Any:
 
 
 def put_attribute(owner: Any, name: str, value: Any) -> None:
-    """Set what `get_attribute` returned, also in a frozen dataclass."""
+    """Set an attribute, also of a frozen dataclass; delete the attribute if the value is `MISSING`."""
     kind = type if isinstance(owner, type) else object
     if value is MISSING:
         kind.__delattr__(owner, name)
@@ -344,14 +344,14 @@ class ArraySnapshot:
 
 
 def _values(owner: Any) -> Any:
-    """Return an array that shares the memory. It must not be kept: an `array.array` in use cannot grow."""
+    """Return an array over the same memory, for immediate use: an `array.array` in use cannot grow."""
     if isinstance(owner, numpy.ndarray):
         return owner
     size = len(owner) * owner.itemsize if isinstance(owner, array.array) else ctypes.sizeof(owner)
     return numpy.frombuffer(owner, numpy.uint8) if size else numpy.zeros(0, numpy.uint8)
 
 
-# Iterators and queues. Their positions are compared; they cannot be moved back.
+# Iterators and queues: positions are compared, and cannot be restored.
 
 _QUEUES = (queue.SimpleQueue, multiprocessing.queues.Queue)
 _OF_KEYS = (*map(type, (iter({}), iter({}.values()), iter({}.items()), iter(set()), reversed({}))),)
@@ -375,7 +375,7 @@ def is_positioned(kind: type) -> bool:
 
 
 class PositionSnapshot:
-    """Position of an iterator or queue, which changes when items are taken or put. It cannot be restored."""
+    """Position of an iterator or queue: changes when items are taken or put, and cannot be restored."""
 
     def __init__(self, iterator: Any) -> None:
         self.owner, self.key, self._position = iterator, id(iterator), _position(iterator)
