@@ -48,18 +48,18 @@ class Lock(Protocol):
         """Close the descriptors in a forked child: its copies would keep the lock after the parent has ended."""
 
 
-_LOCKS: weakref.WeakSet[Lock] = weakref.WeakSet()
+_INHERITED: weakref.WeakSet[Lock] = weakref.WeakSet()
 
 
 def release_in_children(lock: Lock) -> None:
     """Release a lock in every child that is forked from now on."""
     _register_once()
-    _LOCKS.add(lock)
+    _INHERITED.add(lock)
 
 
 @functools.cache  # on first use rather than at import
 def _register_once() -> None:
-    os.register_at_fork(after_in_child=lambda: [lock.release_in_child() for lock in _LOCKS])
+    os.register_at_fork(after_in_child=lambda: [lock.release_in_child() for lock in _INHERITED])
 
 
 def is_at(descriptor: int, path: Path) -> bool:
