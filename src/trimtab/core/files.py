@@ -59,7 +59,11 @@ def release_in_children(lock: Lock) -> None:
 
 @functools.cache  # on first use rather than at import
 def _register_once() -> None:
-    os.register_at_fork(after_in_child=lambda: [lock.release_in_child() for lock in _INHERITED])
+    def release() -> None:
+        for lock in _INHERITED:
+            lock.release_in_child()
+
+    os.register_at_fork(after_in_child=release)
 
 
 def is_at(descriptor: int, path: Path) -> bool:
