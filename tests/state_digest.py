@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from trimtab.state.object_snapshots import reachable, tensors_of
+from trimtab.state.object_snapshots import is_container
 from trimtab.state.process_state import ProcessState
 
 _SCALARS = (bool, int, float, complex, str, bytes, type(None))
@@ -24,7 +24,7 @@ def fingerprint(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
 
 
 def _facts(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[Any]:
-    for tensor in tensors_of(model):
+    for tensor in (*model.parameters(), *model.buffers()):
         yield from _tensor_facts(tensor)
         yield from _tensor_facts(tensor.grad)
     for value in reachable(_roots(model, optimizer)):
@@ -66,3 +66,19 @@ def _roots(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Any]:
     `state` of a wrapped optimizer may lie outside these dictionaries.
     """
     return [*map(vars, model.modules()), vars(optimizer), optimizer.state, optimizer.param_groups]
+
+
+def reachable(roots: Iterable[Any]) -> Iterator[Any]:
+    """Yield each container, tuple and tensor reachable from the roots once, including the roots."""
+    seen: set[int] = set()
+    pending = list(roots)
+    while pending:
+        value = pending.pop()
+        if id(value) in seen or not (is_container(value) or isinstance(value, tuple | Tensor)):
+            continue
+        seen.add(id(value))
+        yield value
+        if isinstance(value, dict):
+            pending.extend(value.values())
+        elif not isinstance(value, Tensor):
+            pending.extend(value)

@@ -7,7 +7,6 @@ batches.
 from __future__ import annotations
 
 import json
-import math
 import os
 import zlib
 from collections.abc import Iterator, Mapping
@@ -31,19 +30,19 @@ class _Read(NamedTuple):
     Attributes:
         by: Plan; "" for a missing file, None if the header is damaged.
         decided: Decisions by window.
-        faults: Errors of damaged lines, each with the first window after the damage.
+        fault: Error of the first damaged line, or None.
     """
 
     by: str | None
     decided: dict[int, WindowDecision]
-    faults: list[tuple[FormatError, float]]
+    fault: FormatError | None
 
 
 class BatchSizeLog:
     """Log of batch-size decisions: a header line with the plan, then a line per window.
 
-    An incomplete last line is ignored. A resumed run needs only the lines of windows after the checkpoint: a damaged
-    line raises an error if it may be one of these, and is ignored otherwise.
+    An incomplete last line is ignored. Other damage raises an error, unless the run has another plan or the log has no
+    decisions.
 
     Args:
         plan: Text form of the plan. Decisions made under a different plan are not reused.
@@ -64,7 +63,7 @@ class BatchSizeLog:
         """Use the decisions of another run; `ValueGivenError` if it has none of this plan, `FormatError` if damaged."""
         self._read = _read(other)
         self._decided = self._read.decided
-        self._require_whole(0)
+        self._require_whole()
         if self._read.by != self._plan:
             has_other = bool(self._read.by)
             raise ValueGivenError(
@@ -84,10 +83,10 @@ class BatchSizeLog:
         replaces the log with the copy.
 
         Raises:
-            FormatError: The decision of a window after the resume is damaged.
+            FormatError: A line is damaged.
             SaveError: The copy could not be written.
         """
-        self._require_whole(windows)
+        self._require_whole()
         if self._read.by != self._plan:
             self._decided = {index: each for index, each in self._decided.items() if index < windows}
         if self._writes:
@@ -102,14 +101,11 @@ class BatchSizeLog:
         self._newest = max(self._decided, default=-1)
         self._decided = {index: each for index, each in self._decided.items() if index >= windows}
 
-    def _require_whole(self, windows: int) -> None:
-        """Raise the error of a damaged line that may concern a window after the resume, if the plan matches."""
-        by, decided, faults = self._read
-        if by not in (None, self._plan):
-            return
-        for error, before in faults:
-            if before > windows or (by is None and any(index >= windows for index in decided)):
-                raise error
+    def _require_whole(self) -> None:
+        """Raise the error of a damaged line, unless no decision of this plan can be missing."""
+        by, decided, fault = self._read
+        if fault is not None and (by == self._plan or (by is None and decided)):
+            raise fault
 
     def begin(self) -> None:
         """Replace the log with the prepared copy."""
@@ -151,8 +147,8 @@ def _summed(data: Mapping[str, Any]) -> bytes:
 def _read(path: Path) -> _Read:
     """Return the content of a log file."""
     by: str | None = ""
-    decided, faults = dict[int, WindowDecision](), list[tuple[FormatError, float]]()
-    waiting, last = list[FormatError](), -1  # damaged lines since the last intact line, and its window
+    decided, last = dict[int, WindowDecision](), -1
+    fault: FormatError | None = None
     for number, line in enumerate(_lines(path), 1):
         try:
             data = _data(line)
@@ -165,23 +161,17 @@ def _read(path: Path) -> _Read:
             validation.integer("k", window.k)
         except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
             reason = str(error).rstrip(".") if isinstance(error, TrimtabError) else f"{type(error).__name__}: {error}"
-            damaged = FormatError(
+            by = None if number == 1 else by
+            fault = fault or FormatError(
                 f"{path}:{number}",
                 problem=f"Line {number} of the batch-size decisions in {path} is damaged ({reason}).",
                 hint="Delete the file to resume without it: batch sizes are then decided from new timings.",
                 code="decisions.damaged",
             )
-            if number == 1:
-                by = None
-                faults.append((damaged, 0))
-            else:
-                waiting.append(damaged)
             continue
         decided[index] = window
-        faults.extend((each, index) for each in waiting)
-        waiting, last = [], index
-    faults.extend((each, math.inf) for each in waiting)
-    return _Read(by, decided, faults)
+        last = index
+    return _Read(by, decided, fault)
 
 
 def _lines(path: Path) -> Iterator[bytes]:

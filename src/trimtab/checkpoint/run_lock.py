@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import json
 import os
 import socket
-import weakref
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from trimtab.core.errors import FormatError
-from trimtab.core.files import holder_pid, in_use, is_at, lock_if_possible, sync, try_lock
+from trimtab.core.files import holder_pid, in_use, is_at, lock_if_possible, release_in_children, sync, try_lock
 
 NAME = "run.lock"
 
@@ -56,8 +54,7 @@ class RunLock:
         self._descriptors = descriptors
         self._is_open = True
         self.recovered = recovered
-        _forget_in_children()
-        _LOCKS.add(self)
+        release_in_children(self)
 
     def release(self) -> None:
         """Release the lock. The lock file stays, because another process may hold the file's lock already.
@@ -69,9 +66,9 @@ class RunLock:
                 with contextlib.suppress(OSError):
                     os.ftruncate(self._descriptors[0], 0)
             finally:
-                self.forget()
+                self.release_in_child()
 
-    def forget(self) -> None:
+    def release_in_child(self) -> None:
         """Close both descriptors. Forked children call this: their copies would prolong the lock beyond the parent."""
         if self._is_open:
             self._is_open = False
@@ -155,15 +152,3 @@ def _taken(folder: Path, descriptor: int, *, is_free: bool, whole: int) -> LockH
         pid = holder.pid if holder is not None else holder_pid(whole)
         raise in_use(folder, pid, "" if holder is None else str(holder))
     return holder
-
-
-_LOCKS: weakref.WeakSet[RunLock] = weakref.WeakSet()
-
-
-@functools.cache  # once, but not at import
-def _forget_in_children() -> None:
-    def forget() -> None:
-        for lock in _LOCKS:
-            lock.forget()
-
-    os.register_at_fork(after_in_child=forget)

@@ -84,33 +84,22 @@ def loading_hidden(model: nn.Module, saved: Any) -> Load:
     device = next(model.parameters()).device
 
     def load() -> None:
-        rooms = _rooms(saved, now)
+        # Each tensor of the model is used once: two saved tensors must not share memory.
+        rooms, used = dict[int, Tensor](), set[int]()
         for name, value in saved.items():
             (module, key), own = places[name], now.get(name)
             if value is not None and id(value) not in rooms:
-                rooms[id(value)] = value.to(device if own is None else own.device, copy=True)
-            room = None if value is None else rooms[id(value)]
-            if room is not own or key not in module._buffers:
-                module.register_buffer(key, room, persistent=False)
-            if value is not None and own is not None and room is own:
+                fits = own is not None and own.shape == value.shape and can_be_written(own) and id(own) not in used
+                room = own if own is not None and fits else value.to(device if own is None else own.device, copy=True)
                 with torch.no_grad():
-                    own.copy_(value)
+                    room.copy_(value)
+                rooms[id(value)] = room
+                used.add(id(room))
+            found = None if value is None else rooms[id(value)]
+            if found is not own or key not in module._buffers:
+                module.register_buffer(key, found, persistent=False)
 
     return load
-
-
-def _rooms(saved: Mapping[str, Tensor | None], now: Mapping[str, Tensor | None]) -> dict[int, Tensor]:
-    """Return the model's tensors by id of the saved tensors."""
-    # Each tensor of the model is used once: two saved tensors must not share memory.
-    rooms, taken = dict[int, Tensor](), set[int]()
-    for name, value in saved.items():
-        own = now.get(name)
-        if value is None or own is None or id(value) in rooms or id(own) in taken:
-            continue
-        if own.shape == value.shape and can_be_written(own):
-            rooms[id(value)] = own
-            taken.add(id(own))
-    return rooms
 
 
 def _require_saved(now: Mapping[str, Tensor | None], saved: Mapping[str, Any]) -> None:

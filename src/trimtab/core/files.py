@@ -13,7 +13,7 @@ import warnings
 import weakref
 from io import FileIO
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, Protocol
 
 from trimtab.core.errors import FormatError, InUseError, SaveError
 from trimtab.core.units import format_bytes
@@ -39,6 +39,31 @@ def lock_if_possible(descriptor: int) -> bool:
         return try_lock(descriptor)
     except OSError:
         return True
+
+
+class Lock(Protocol):
+    """Holder of a lock that forked children inherit."""
+
+    def release_in_child(self) -> None:
+        """Close the descriptors in a forked child: its copies would keep the lock after the parent has ended."""
+
+
+_INHERITED: weakref.WeakSet[Lock] = weakref.WeakSet()
+
+
+def release_in_children(lock: Lock) -> None:
+    """Release a lock in every child that is forked from now on."""
+    _register_once()
+    _INHERITED.add(lock)
+
+
+@functools.cache  # on first use rather than at import
+def _register_once() -> None:
+    def release() -> None:
+        for lock in _INHERITED:
+            lock.release_in_child()
+
+    os.register_at_fork(after_in_child=release)
 
 
 def is_at(descriptor: int, path: Path) -> bool:
@@ -218,8 +243,7 @@ class AppendOnlyFile:
             pid = holder_pid(descriptor)
             self._file.close()
             raise in_use(self.path, pid)
-        _release_in_children()
-        _EXCLUSIVE.add(self)
+        release_in_children(self)
         return is_at(descriptor, self.path)
 
     def release_in_child(self) -> None:
@@ -325,19 +349,6 @@ class AppendOnlyFile:
                     RuntimeWarning,
                     stacklevel=2,
                 )
-
-
-_EXCLUSIVE: weakref.WeakSet[AppendOnlyFile] = weakref.WeakSet()
-
-
-@functools.cache  # Registered once, on first use rather than at import.
-def _release_in_children() -> None:
-    os.register_at_fork(after_in_child=_release_all)
-
-
-def _release_all() -> None:
-    for file in _EXCLUSIVE:
-        file.release_in_child()
 
 
 def _exchange(path: Path, aside: Path, new: AppendOnlyFile) -> None:

@@ -2,7 +2,7 @@
 
 Attributes and parameters of modules are recorded by reference at every forward, so that `functional_call` and
 assignments between forward and backward do not affect the recomputation. The first forwards of a block are watched
-(`measure.loop_state`): random generators of Python, NumPy and the user, containers, and variables that change are
+(`LoopState`): random generators of Python, NumPy and the user, containers, and variables that change are
 restored for all later recomputations. Changes that cannot be undone, such as an in-place change of a tensor, raise an
 error.
 """
@@ -29,14 +29,14 @@ from trimtab.state.object_snapshots import (
     TensorSnapshot,
     VariableSnapshot,
     is_container,
+    is_raw_memory,
 )
-from trimtab.state.raw_memory import MemorySnapshot, is_raw_memory
 
-_NO_MODEL = nn.Module()  # LoopState needs a model; the blocks are its other modules.
-_MOST_LOOKED_AT = 100  # Number of objects compared around every forward.
+_MOST_COMPARED = 100  # Number of objects compared around every forward.
 _MOST_ITEMS = 10_000  # Number of items in a container that is copied at every forward.
 _SMALL = 2**20  # Bytes of a tensor copied by later watched forwards; the first watched forward copies all.
-Replayed = ArraySnapshot | VariableSnapshot | ContainerSnapshot | GeneratorSnapshot | MemorySnapshot
+Replayed = ArraySnapshot | VariableSnapshot | ContainerSnapshot | GeneratorSnapshot
+Recorder = Callable[[], Replayed | None]
 
 
 @dataclass
@@ -49,20 +49,7 @@ class _ObservedChanges:
     """
 
     calls: int = 0
-    holds: dict[Any, Callable[[], Replayed | None]] = field(default_factory=dict)
-
-
-@dataclass
-class _ComparedObjects:
-    """Objects compared around every forward, because only some calls may change the objects.
-
-    Attributes:
-        holds: for each object, by key, a function that records the current state.
-        tensors: tensors with paths. Version counters show in-place changes, which cannot be undone.
-    """
-
-    holds: dict[Any, Callable[[], Replayed | None]] = field(default_factory=dict)
-    tensors: list[tuple[Tensor, str]] = field(default_factory=list)
+    holds: dict[Any, Recorder] = field(default_factory=dict)
 
 
 # By first module, then by mode and remaining modules, so that a schedule tried again is not watched again.
@@ -77,13 +64,16 @@ class RecomputedForwards:
         buffered: modules with buffers.
         parameters: parameter dictionaries of the modules; empty under FSDP2.
         tables: attribute and parameter dictionaries that are recorded.
+        compared: recorders of the objects, by key, that only some calls may change; compared around every forward.
+        compared_tensors: such tensors with paths. Version counters show in-place changes, which cannot be undone.
     """
 
     def __init__(self, named: dict[str, nn.Module]) -> None:
         self._named = named
         self._first, *others = named.values()
         self._others = tuple(map(id, others))
-        self._looked_at: _ComparedObjects | None = None
+        self.compared: dict[Any, Recorder] | None = None  # None before the first watched forward
+        self.compared_tensors: list[tuple[Tensor, str]] = []
         self._list_modules()
 
     def _list_modules(self) -> None:
@@ -95,6 +85,9 @@ class RecomputedForwards:
         # FSDP2 itself swaps sharded and unsharded parameters before either forward.
         self.parameters = [] if is_sharded else [each["_parameters"] for each in held if each["_parameters"]]
         self.tables = held + self.parameters
+        # Ids of attribute tables and buffers, which are recorded at every forward.
+        self._own = {id(table) for table in (*self.tables, *(each._buffers for each in self.modules))}
+        self._own |= {id(buffer) for each in self.buffered for buffer in each._buffers.values() if buffer is not None}
 
     @property
     def names(self) -> str:
@@ -105,7 +98,7 @@ class RecomputedForwards:
         """Return the state at the start of a forward, watched in calls 1, 2, 4, 8, ..."""
         seen = _seen.setdefault(self._first, {}).setdefault((self._first.training, *self._others), _ObservedChanges())
         # True for calls 1, 3, 7, ..., counted from 0.
-        is_due = not _recomputing and (self._looked_at is None or not seen.calls & (seen.calls + 1))
+        is_due = not _recomputing and (self.compared is None or not seen.calls & (seen.calls + 1))
         if is_due and is_traced(self.modules):
             return ForwardState(self, seen, None)
         seen.calls += not _recomputing
@@ -113,43 +106,30 @@ class RecomputedForwards:
             return ForwardState(self, seen, None)
         self._list_modules()
         most = None if seen.calls == 1 else _SMALL
-        watch = self._watch(most)
-        self._looked_at = self._reached(watch)
+        # Iterators are compared only in the recomputation.
+        watch = LoopState(None, modules=self._named, most_bytes_copied=most, logs=True, iterators=False)
+        self._compare(watch)
         return ForwardState(self, seen, watch)
 
-    def _watch(self, most_bytes: int | None) -> LoopState:
-        """Return a snapshot of state that the forward may change. Iterators are compared only in the recomputation."""
-        return LoopState(_NO_MODEL, modules=self._named, most_bytes_copied=most_bytes, logs=True, iterators=False)
-
-    @property
-    def looked_at(self) -> _ComparedObjects:
-        """Objects compared around every forward."""
-        return self._looked_at or _ComparedObjects()
-
-    def _reached(self, watch: LoopState) -> _ComparedObjects:
-        """Return the watched objects that a forward may change in only some calls."""
-        own = {id(table) for table in (*self.tables, *(each._buffers for each in self.modules))}
-        own |= {id(tensor) for table in self.parameters for tensor in table.values()}
-        own |= {id(buffer) for each in self.buffered for buffer in each._buffers.values()}
+    def _compare(self, watch: LoopState) -> None:
+        """List the watched objects that a forward may change in only some calls."""
+        parameters = [p for module in self.modules for p in module._parameters.values() if p is not None]
         # Torch's own tables, such as those of hooks: comparing them costs tens of microseconds in every forward.
-        named = (item for each in (*self.modules, _NO_MODEL) for item in vars(each).items())
-        tables = {id(value) for name, value in named if name.startswith("_") and isinstance(value, dict | set)}
-        tables |= {
-            id(vars(each)) for module in self.modules for each in module._parameters.values() if each is not None
-        }
-        tables.add(id(vars(_NO_MODEL)))
-        holds: dict[Any, Callable[[], Replayed | None]] = {}
+        named = (item for each in self.modules for item in vars(each).items())
+        ignored = {id(value) for name, value in named if name.startswith("_") and isinstance(value, dict | set)}
+        ignored |= self._own.union(*((id(each), id(vars(each))) for each in parameters))
+        found: dict[Any, Recorder] = {}
         tensors = []
         for held, path in watch.held():
+            if id(getattr(held, "owner", None)) in ignored:
+                continue
             if isinstance(held, TensorSnapshot):
-                if id(held.tensor) not in own and not held.tensor.is_inference():
+                if not held.tensor.is_inference():
                     tensors.append((held.tensor, path))
-            elif isinstance(held, ContainerSnapshot) and id(held.container) in own | tables:
-                continue  # Names of modules, recorded at every forward.
-            elif isinstance(held, Replayed) and len(holds) < _MOST_LOOKED_AT and _is_small(held):
+            elif isinstance(held, Replayed) and len(found) < _MOST_COMPARED and _is_small(held):
                 key, hold = state_recorder(held, watch.holder_of(held))
-                holds[key] = hold
-        return _ComparedObjects(holds, tensors[:_MOST_LOOKED_AT])
+                found[key] = hold
+        self.compared, self.compared_tensors = found, tensors[:_MOST_COMPARED]
 
     def judge(self, watch: LoopState, seen: _ObservedChanges) -> list[Replayed]:
         """Return the state, from before the watched forward, of objects that no earlier forward changed.
@@ -157,15 +137,11 @@ class RecomputedForwards:
         Raises:
             ModelError: a change cannot be replayed; it was undone.
         """
-        own = {id(table) for table in (*self.tables, *(each._buffers for each in self.modules))}
-        own |= {id(buffer) for each in self.buffered for buffer in each._buffers.values() if buffer is not None}
         found: list[Replayed] = []
         refused: list[StateChange] = []
         for change, held in watch.changed():
-            if isinstance(held, ContainerSnapshot) and id(held.container) in own:
-                continue  # Names and buffers of modules, recorded at every forward.
-            if isinstance(held, TensorSnapshot) and id(held.tensor) in own:
-                continue  # Buffers.
+            if isinstance(held, ContainerSnapshot | TensorSnapshot) and id(held.owner) in self._own:
+                continue
             if isinstance(held, Replayed) and _is_small(held):
                 key, hold = state_recorder(held, watch.holder_of(held))
                 if key not in seen.holds:
@@ -212,29 +188,28 @@ class ForwardState:
         Raises:
             ModelError: the forward made a change that the recomputation would repeat.
         """
+        forwards, known = self._forwards, self._seen.holds
         self._before = [dict(table) for table in self._tables]
-        self._replayed = [held for hold in self._seen.holds.values() if (held := hold()) is not None]
+        self._replayed = [held for hold in known.values() if (held := hold()) is not None]
         self._versions = self._current_versions()
-        generators = [each.peek() for each in GLOBAL_GENERATORS if id(each.generator) not in self._seen.holds]
-        looked_at = _ComparedObjects() if self._watch is not None else self._forwards.looked_at
-        others = [
-            (k, hold, now) for k, hold in looked_at.holds.items() if k not in self._seen.holds and (now := hold())
-        ]
-        versions = [tensor._version for tensor, _ in looked_at.tensors]
+        generators = [each for each in GLOBAL_GENERATORS if id(each.generator) not in known]
+        peeked = [each.peek() for each in generators]
+        compared = {} if self._watch is not None else forwards.compared or {}
+        others = [(key, hold, now) for key, hold in compared.items() if key not in known and (now := hold())]
+        tensors = [] if self._watch is not None else forwards.compared_tensors
+        versions = [tensor._version for tensor, _ in tensors]
         yield
-        for key, hold, was in others:
-            if _has_changed(was):
-                self._seen.holds[key] = hold
-                self._replayed.append(was)
-        moved = [p for (t, p), v in zip(looked_at.tensors, versions, strict=True) if t._version != v]
-        if moved:
-            raise self._forwards.refusal(moved)
+        if moved := [path for (each, path), version in zip(tensors, versions, strict=True) if each._version != version]:
+            raise forwards.refusal(moved)
         if self._watch is not None:
             watch, self._watch = self._watch, None
-            self._replayed += self._forwards.judge(watch, self._seen)
-        for held in generators:  # A generator that only a later forward draws from.
-            if held.has_changed() and held.key not in self._seen.holds:
-                self._seen.holds[held.key] = held.again
+            self._replayed += forwards.judge(watch, self._seen)
+        # A generator that only a later forward draws from keeps its known state until then.
+        drawn = [held for each, held in zip(generators, peeked, strict=True) if each.peek().state is not held.state]
+        others += [(held.key, held.again, held) for held in drawn if held.key not in known]
+        for key, hold, held in others:
+            if held.has_changed():
+                known[key] = hold
                 self._replayed.append(held)
 
     def _current_versions(self) -> list[int]:
@@ -283,17 +258,13 @@ def _put(tables: Sequence[dict[str, Any]], wanted: Sequence[dict[str, Any]]) -> 
             table.update(items)
 
 
-def _has_changed(held: Replayed) -> bool:
-    return any(True for _ in held.changes()) if isinstance(held, ContainerSnapshot) else held.has_changed()
-
-
 def _is_small(held: Replayed) -> bool:
-    if isinstance(held, ArraySnapshot | MemorySnapshot):
+    if isinstance(held, ArraySnapshot):
         return held.nbytes <= _SMALL
     return not isinstance(held, ContainerSnapshot) or len(held.items) <= _MOST_ITEMS
 
 
-def state_recorder(held: Replayed, holder: Any) -> tuple[Any, Callable[[], Replayed | None]]:
+def state_recorder(held: Replayed, holder: Any) -> tuple[Any, Recorder]:
     """Return a key for a recorded object, and a function that records the current state of the object or its
     replacement."""
     if holder is None or isinstance(held, VariableSnapshot):
@@ -304,10 +275,8 @@ def state_recorder(held: Replayed, holder: Any) -> tuple[Any, Callable[[], Repla
         value = get()
         if is_generator(value):
             return GeneratorSnapshot(value)
-        if isinstance(value, numpy.ndarray):
+        if isinstance(value, numpy.ndarray) or is_raw_memory(value):
             return ArraySnapshot(value)
-        if is_raw_memory(value):
-            return MemorySnapshot(value)
         return ContainerSnapshot(value) if is_container(value) and len(value) <= _MOST_ITEMS else None
 
     return where, hold

@@ -10,14 +10,15 @@ import numpy
 import torch
 from torch import Tensor
 
+GENERATORS = (
+    *(random.Random, torch.Generator),
+    *(numpy.random.Generator, numpy.random.RandomState, numpy.random.BitGenerator),
+)
+
 
 def is_generator(value: Any) -> bool:
     """Return True for a random generator with restorable state."""
-    if isinstance(value, random.Random):
-        return not isinstance(value, random.SystemRandom)
-    return isinstance(
-        value, torch.Generator | numpy.random.Generator | numpy.random.RandomState | numpy.random.BitGenerator
-    )
+    return isinstance(value, GENERATORS) and not isinstance(value, random.SystemRandom)
 
 
 def state_of(generator: Any) -> Any:
@@ -26,7 +27,7 @@ def state_of(generator: Any) -> Any:
         return generator.getstate()
     if isinstance(generator, torch.Generator | numpy.random.RandomState):
         return generator.get_state()
-    return (generator.bit_generator if isinstance(generator, numpy.random.Generator) else generator).state
+    return getattr(generator, "bit_generator", generator).state
 
 
 def set_state_of(generator: Any, state: Any) -> None:
@@ -36,7 +37,7 @@ def set_state_of(generator: Any, state: Any) -> None:
     elif isinstance(generator, torch.Generator | numpy.random.RandomState):
         generator.set_state(state)
     else:
-        (generator.bit_generator if isinstance(generator, numpy.random.Generator) else generator).state = state
+        getattr(generator, "bit_generator", generator).state = state
 
 
 def same_state(left: Any, right: Any) -> bool:
@@ -72,65 +73,51 @@ class GeneratorSnapshot:
         set_state_of(self.owner, self.state)
 
 
-class _Peeked(GeneratorSnapshot):
-    """Snapshot compared through the raw words in 1 us; reading the state through its API takes 10 to 100 us."""
-
-    def __init__(self, of: GlobalGenerator, raw: Any, state: Any) -> None:
-        super().__init__(of.generator, state)
-        self._of, self._raw = of, raw
-
-    def has_changed(self) -> bool:
-        """Return True if numbers were drawn."""
-        return bool(self._of.raw() != self._raw)
-
-
 class GlobalGenerator:
-    """Python's or NumPy's global Mersenne Twister, read directly from memory.
+    """Python's or NumPy's global Mersenne Twister, compared in 1 us through its raw words in memory.
+
+    Reading the state through its API takes 10 to 100 us, too long for every forward of a recomputed block.
 
     Args:
-        generator: The generator object.
-        address: Address of the words and position; None falls back to the regular state.
+        generator: The generator.
+        address: Expected address of the position and the words; verified here.
+        words: The 624 words and the position, in the order of the memory; empty for another kind of generator.
     """
 
-    def __init__(self, generator: Any, address: int | None) -> None:
-        self.generator, self._address = generator, address
+    def __init__(self, generator: Any, address: int, words: Any) -> None:
+        self.generator = generator
+        expected = numpy.array(words, numpy.uint32).tobytes()
+        is_there = expected and ctypes.string_at(address, len(expected)) == expected
+        self._place = (address, len(expected)) if is_there else None
         self._known: tuple[Any, Any] = None, None
 
     def raw(self) -> Any:
         """Return the words and position, and the value cached by Python's `gauss`."""
-        if self._address is None:
-            return state_of(self.generator)
-        return ctypes.string_at(self._address, _WORDS_BYTES), getattr(self.generator, "gauss_next", None)
+        if self._place is None:
+            return repr(state_of(self.generator))
+        return ctypes.string_at(*self._place), getattr(self.generator, "gauss_next", None)
 
-    def peek(self) -> _Peeked:
+    def peek(self) -> GeneratorSnapshot:
         """Return a snapshot. The state is read through the API only if the words have changed since the last call."""
         raw = self.raw()
         if self._known[0] != raw:
             self._known = raw, state_of(self.generator)
-        return _Peeked(self, raw, self._known[1])
+        return GeneratorSnapshot(self.generator, self._known[1])
 
 
-_WORDS_BYTES = 4 * 625  # 624 words and the position
+def _global_generators() -> tuple[GlobalGenerator, GlobalGenerator]:
+    python: Any = random.getstate.__self__  # type: ignore[attr-defined]
+    *words, position = python.getstate()[1]
+    of_numpy: Any = numpy.random.get_state.__self__  # type: ignore[attr-defined]
+    bits = of_numpy._bit_generator
+    state = bits.state["state"]
+    words = [*state["key"], state["pos"]] if "key" in state else []
+    return (
+        # In CPython the words follow the object header.
+        GlobalGenerator(python, id(python) + object.__basicsize__, [position, *words]),
+        GlobalGenerator(of_numpy, bits.ctypes.state_address, words),
+    )
 
 
-def _python() -> GlobalGenerator:
-    """Return Python's global generator. In CPython its words follow the object header, which is verified here."""
-    generator: Any = random.getstate.__self__  # type: ignore[attr-defined]
-    address = id(generator) + object.__basicsize__
-    *words, position = generator.getstate()[1]
-    is_there = ctypes.string_at(address, _WORDS_BYTES) == numpy.array([position, *words], numpy.uint32).tobytes()
-    return GlobalGenerator(generator, address if is_there else None)
-
-
-def _numpys() -> GlobalGenerator:
-    generator: Any = numpy.random.get_state.__self__  # type: ignore[attr-defined]
-    bits = generator._bit_generator
-    if not isinstance(bits, numpy.random.MT19937):
-        return GlobalGenerator(generator, None)
-    address, state = bits.ctypes.state_address, bits.state["state"]
-    expected = numpy.array([*state["key"], state["pos"]], numpy.uint32).tobytes()
-    return GlobalGenerator(generator, address if ctypes.string_at(address, _WORDS_BYTES) == expected else None)
-
-
-GLOBAL_GENERATORS = _python(), _numpys()
+GLOBAL_GENERATORS = _global_generators()
 PYTHONS, NUMPYS = (each.generator for each in GLOBAL_GENERATORS)

@@ -72,11 +72,12 @@ def most_bytes(device: torch.device) -> float:
     return min(free + torch.cuda.memory_reserved(device), share * whole)
 
 
-def alive_between_steps(model: nn.Module, optimizer: Optimizer) -> Iterator[Tensor]:
+def alive_between_steps(model: nn.Module, optimizer: Optimizer | None) -> Iterator[Tensor]:
     """Yield the tensors held between two steps: parameters, buffers and optimizer state."""
     yield from model.parameters()
     yield from model.buffers()
-    yield from state_tensors(optimizer)
+    if optimizer is not None:
+        yield from state_tensors(optimizer)
 
 
 def state_tensors(optimizer: Optimizer) -> Iterator[Tensor]:

@@ -23,7 +23,6 @@ from trimtab.state.forward_state import Replayed, is_traced, state_recorder
 from trimtab.state.generators import GeneratorSnapshot
 from trimtab.state.loop_state import ChangeKind, LoopState, StateChange
 from trimtab.state.object_snapshots import ArraySnapshot, ContainerSnapshot, TensorSnapshot, VariableSnapshot
-from trimtab.state.raw_memory import MemorySnapshot
 from trimtab.training.hooks import Hook, Outcome
 from trimtab.training.out_of_memory import MicroBatchLimit, free_memory, is_out_of_memory, out_of_memory_in_step
 from trimtab.training.split_conditions import has_batch_statistics, keeps_maths
@@ -222,7 +221,7 @@ def _itself(value: Any) -> Any:
 
 def _is_plain(change: StateChange, held: Replayed) -> bool:
     """Return True for a number or a container without tensors that is not a module's attribute."""
-    if change.kind is not ChangeKind.CLOSURE or isinstance(held, GeneratorSnapshot | ArraySnapshot | MemorySnapshot):
+    if change.kind is not ChangeKind.CLOSURE or isinstance(held, GeneratorSnapshot | ArraySnapshot):
         return False
     if isinstance(held, VariableSnapshot):
         values = [held.value, held.get()]

@@ -72,12 +72,12 @@ def tensor_of(size: int, device: str, grad=None):
 )
 def test_each_device_has_room_for_what_it_holds_and_for_a_trial(monkeypatch, free, own, share, has_room):
     weights, beside = tensor_of(GIB, "cuda:0", grad=tensor_of(GIB, "cuda:0")), tensor_of(GIB, "cuda:1")
-    monkeypatch.setattr(module, "tensors_of", lambda model: [weights, beside])
-    monkeypatch.setattr(module, "_tensors", lambda root: [tensor_of(GIB, "cuda:0"), weights])
+    alive = [weights, beside, tensor_of(GIB, "cuda:0"), weights]
+    monkeypatch.setattr(module, "alive_between_steps", lambda model, optimizer: alive)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free[device], 80 * GIB))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: own)
     monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda device: share)
-    assert module._has_room(nn.Linear(1, 1), SimpleNamespace(state={}), 5 * GIB) is has_room
+    assert module._has_room(nn.Linear(1, 1), None, 5 * GIB) is has_room
 
 
 def test_holding_a_model_on_the_host_does_not_initialise_cuda(monkeypatch):
