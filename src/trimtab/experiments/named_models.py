@@ -102,7 +102,7 @@ def _config(name: str) -> tuple[Any, str]:
     path = Path(name)
     if path.exists():
         try:
-            return AutoConfig.from_pretrained(path, trust_remote_code=False), str(path)
+            return AutoConfig.from_pretrained(path, trust_remote_code=False), path.resolve().name
         except (OSError, ValueError) as error:
             raise FormatError(
                 name,
