@@ -17,8 +17,7 @@ from torch.utils._pytree import tree_iter
 
 from trimtab.experiments.phase_result import PHASES
 from trimtab.losses import parts_of
-from trimtab.measure.blocks import find_parts
-from trimtab.measure.recompute_listeners import listen_to_recomputation
+from trimtab.measure.blocks import find_parts, listen_to_recomputation
 from trimtab.measure.timing import seconds_between, stamp, wait_for
 
 Label = tuple[str, str]  # phase, and class of module or ""

@@ -20,11 +20,9 @@ from torch.utils._pytree import tree_iter
 from trimtab.core.block_costs import BlockChain, BlockChainModel, BlockCost
 from trimtab.core.memory_model import Seen
 from trimtab.losses import mean_of
-from trimtab.measure.block_graph import BlockGraph
-from trimtab.measure.blocks import hook_blocks
+from trimtab.measure.blocks import BlockGraph, hook_blocks
 from trimtab.measure.fake_tensors import FakeTensors
-from trimtab.measure.memory_trace import Prepare, as_it_is
-from trimtab.measure.storage_lifetimes import Autocast, LossFn, cannot_trace
+from trimtab.measure.memory_trace import Autocast, LossFn, Prepare, as_it_is, cannot_trace
 from trimtab.measure.storage_tracker import CallMemory, OperatorCall, StorageTracker, WorkspaceTooLarge, measure_calls
 
 

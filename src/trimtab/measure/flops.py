@@ -17,21 +17,22 @@ from torch.utils.flop_counter import (
     sdpa_flop_count,
 )
 
-from trimtab.measure.dispatch_mode import run_compiled_eagerly
+from trimtab.measure.fake_tensors import run_compiled_eagerly
 
-_NAME = "_linear_cross_entropy_batch_chunked"  # since torch 2.13
+_NAME = "_linear_cross_entropy_batch_chunked"
 
 
-def _load() -> Callable[..., Any] | None:
+def _load() -> tuple[Any, Callable[..., Any] | None]:
+    """Return the chunked loss operator of torch 2.13 and its Python implementation, which torch keeps private."""
     try:
         from torch.nn.modules import linear_cross_entropy
     except ImportError:
-        return None
-    return getattr(getattr(linear_cross_entropy, _NAME, None), "_init_fn", None)
+        return None, None
+    python = getattr(getattr(linear_cross_entropy, _NAME, None), "_init_fn", None)
+    return (None if python is None else getattr(getattr(torch.ops, "torch_nn", None), _NAME, None)), python
 
 
-_PYTHON = _load()
-CHUNKED_LOSS = None if _PYTHON is None else getattr(getattr(torch.ops, "torch_nn", None), _NAME, None)
+CHUNKED_LOSS, _PYTHON = _load()
 
 
 def python_of(operator: Any) -> Callable[..., Any] | None:
@@ -61,9 +62,9 @@ def chunked_loss_flops(
 def count_flops(function: Callable[[], object]) -> float | None:
     """Return the FLOP of matrix products, convolutions and attention in a call, including a backward that runs in it.
 
-    None if an operator fails under the counter's dispatch mode, or if torch's formula does not support it; up to torch
-    2.11 this includes attention with fewer key heads than query heads. Recomputation counts: a step without activation
-    checkpointing gives model FLOP (MFU), a step with it hardware FLOP (HFU). A compiled model is counted in eager mode.
+    None if an operator fails under the counter's dispatch mode, or if torch's formula does not support it.
+    Recomputation counts: a step without activation checkpointing gives model FLOP (MFU), a step with it hardware FLOP
+    (HFU). A compiled model is counted in eager mode.
     """
     try:
         chunked = {} if CHUNKED_LOSS is None else {CHUNKED_LOSS: chunked_loss_flops}
@@ -105,19 +106,11 @@ def _own_formulas() -> dict[Any, Any]:
         "_scaled_dot_product_flash_attention_for_cpu": _attention,
         "_scaled_dot_product_flash_attention_for_cpu_backward": _attention_backward,
     }
-    for name, weights_of in (("mkldnn_rnn_layer", _of_layer), ("_cudnn_rnn", _of_all_layers)):
+    # Weights of a layer, followed by its biases or by the weights again; weights of all layers.
+    for name, weights_of in (("mkldnn_rnn_layer", lambda args: args[:2]), ("_cudnn_rnn", lambda args: args[0])):
         found[name] = functools.partial(_recurrent, weights_of, 1)
         found[f"{name}_backward"] = functools.partial(_recurrent, weights_of, 2)
-    aten = torch.ops.aten
-    return {getattr(aten, name): formula for name, formula in found.items() if hasattr(aten, name)}
-
-
-def _of_layer(args: Sequence[Any]) -> Sequence[Any]:
-    return args[:2]  # followed by the biases, or by the weights again
-
-
-def _of_all_layers(args: Sequence[Any]) -> Sequence[Any]:
-    return args[0]  # type: ignore[no-any-return]
+    return {getattr(torch.ops.aten, name): formula for name, formula in found.items()}
 
 
 def _recurrent(

@@ -25,7 +25,7 @@ _HOOK = "set_all_reduce_hook"
 
 
 class _Norms:
-    """Sum of `||g||^2` over the gradients of each backward between `on` and `off`; a step that needs no work is empty.
+    """Sum of `||g||^2` over the gradients of each backward between `on` and `off`.
 
     Attributes:
         spent: Overhead since `on`.
@@ -33,6 +33,7 @@ class _Norms:
 
     def __init__(self) -> None:
         self.spent = OverheadTimer()
+        self._total: Tensor | None = None
 
     def on(self) -> None:
         """Start a window."""
@@ -43,12 +44,20 @@ class _Norms:
 
     def off(self) -> None:
         """End a window, and discard pending gradients."""
+        self.forget()
 
     def close(self) -> None:
         """End permanently, and restore the model's hooks."""
+        self.off()
 
     def forget(self) -> None:
         """Discard gradients since the last `take`."""
+        self._total = None
+
+    def _add(self, gradients: list[Tensor]) -> None:
+        with self.spent.span(gradients[0].device):
+            total = squared_norm(gradients)
+            self._total = total if self._total is None else self._total + total
 
 
 class GradientNorms(_Norms):
@@ -59,14 +68,13 @@ class GradientNorms(_Norms):
     """
 
     def __init__(self, parameters: Iterable[Tensor]) -> None:
+        super().__init__()
         self._parameters = tuple(parameters) if isinstance(parameters, Iterator) else parameters
         self._remove: list[Callable[[], None]] = []
         self._held: list[Tensor] = []
         self._bytes, self._most_bytes = 0, 0
-        self._total: Tensor | None = None
         self._seen: set[int] = set()
         self._in_parts = False
-        super().__init__()
 
     def on(self) -> None:
         start = time.perf_counter()
@@ -89,13 +97,11 @@ class GradientNorms(_Norms):
         self.forget()
         self.spent.outside_s += time.perf_counter() - start
 
-    def close(self) -> None:
-        self.off()
-
     def forget(self) -> None:
+        super().forget()
         self._held.clear()
         self._seen.clear()
-        self._bytes, self._total, self._in_parts = 0, None, False
+        self._bytes, self._in_parts = 0, False
 
     def take(self) -> Tensor:
         """Return `||g||^2` since the last call as a scalar tensor on the gradients' device.
@@ -120,13 +126,10 @@ class GradientNorms(_Norms):
             self._sum_up()
 
     def _sum_up(self) -> None:
-        if not self._held:
-            return
-        with self.spent.span(self._held[0].device):
-            total = squared_norm(self._held)
+        if self._held:
+            self._add(self._held)
             self._held.clear()
             self._bytes = 0
-            self._total = total if self._total is None else self._total + total
 
 
 def squared_norm(gradients: list[Tensor]) -> Tensor:
@@ -181,9 +184,8 @@ class ShardedNorms(_Norms):
     """Sum of `||g||^2` over this rank's shards of each reduced gradient; the caller sums over ranks."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._total: Tensor | None = None
-        self.is_on = False
         super().__init__()
+        self.is_on = False
         self._modules = [module for module in model.modules() if is_sharded_itself(module)]
         self._undo: list[Callable[[], None]] = []
 
@@ -200,9 +202,6 @@ class ShardedNorms(_Norms):
             undo()
         self._undo.clear()
 
-    def forget(self) -> None:
-        self._total = None
-
     def take(self) -> Tensor:
         """Return the sum since the last call as a scalar tensor; NaN without a reduction.
 
@@ -213,11 +212,8 @@ class ShardedNorms(_Norms):
         return torch.full((), math.nan) if total is None else total
 
     def _see(self, reduced: Tensor) -> None:
-        if not self.is_on:
-            return
-        with self.spent.span(reduced.device):
-            total = squared_norm([reduced])
-            self._total = total if self._total is None else self._total + total
+        if self.is_on:
+            self._add([reduced])
 
 
 def _hooked(module: Any, see: Callable[[Tensor], None]) -> Callable[[], None]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import importlib.metadata
 import math
 import os
 import platform
@@ -32,7 +31,7 @@ def environment(*, has_gpu: bool | None = None) -> dict[str, str]:
         has_gpu: True to include the GPU's name, which initializes CUDA; None to include it if a GPU exists.
     """
     found = {
-        "trimtab": _own_version(),
+        "trimtab": str(getattr(sys.modules["trimtab"], "__version__", "unknown")),
         "sources": _own_sources(),
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -45,14 +44,6 @@ def environment(*, has_gpu: bool | None = None) -> dict[str, str]:
     if torch.cuda.is_available() if has_gpu is None else has_gpu:
         found |= {"gpu": torch.cuda.get_device_name(), "cuda": str(torch.version.cuda)}
     return found
-
-
-def _own_version() -> str:
-    """Return the installed version, or the version of uninstalled sources."""
-    try:
-        return importlib.metadata.version("trimtab")
-    except importlib.metadata.PackageNotFoundError:
-        return str(getattr(sys.modules.get("trimtab"), "__version__", "unknown"))
 
 
 @functools.cache

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_flatten, tree_iter, tree_unflatten
 from trimtab.core.errors import ModelError
 from trimtab.core.memory_model import Seen
 from trimtab.core.units import format_bytes
-from trimtab.measure.dispatch_mode import EagerDispatchMode
+from trimtab.measure.fake_tensors import EagerDispatchMode
 from trimtab.measure.flops import flops_of, python_of
 from trimtab.state.peak_memory import peak_growth, storage_bytes
 from trimtab.state.process_state import convolves_in_tf32, fp32_places
@@ -84,19 +84,17 @@ def call_of(operator: Any, args: Any, kwargs: Any) -> OperatorCall | None:
     leaves, structure = tree_flatten((args, kwargs or {}))
     if name in _OPERATORS_OF_HALF and not any(isinstance(leaf, Tensor) and leaf.itemsize == 2 for leaf in leaves):
         return None
-    return OperatorCall(operator, tuple(map(_like, leaves)), structure)
+    likes = (
+        _Like(tuple(leaf.shape), tuple(leaf.stride()), leaf.dtype) if isinstance(leaf, Tensor) else leaf
+        for leaf in leaves
+    )
+    return OperatorCall(operator, tuple(likes), structure)
 
 
 def name_of(operator: Any) -> str:
     """Return an operator's name without its overload."""
     packet = getattr(operator, "overloadpacket", None)
     return "" if packet is None else str(packet.__name__)
-
-
-def _like(value: Any) -> Any:
-    if not isinstance(value, Tensor):
-        return value
-    return _Like(tuple(value.shape), tuple(value.stride()), value.dtype)
 
 
 def measure_calls(calls: Iterable[OperatorCall]) -> dict[OperatorCall, CallMemory]:
@@ -117,15 +115,11 @@ def measure_calls(calls: Iterable[OperatorCall]) -> dict[OperatorCall, CallMemor
                 hint="Use a smaller micro-batch.",
                 code="model.operator_too_large",
             )
-    modes = _modes()
-    return {call: _taken(call, modes) for call in each}
-
-
-def _modes() -> tuple[object, ...]:
-    """Return the process settings that affect the choice of kernel."""
+    # The process settings that affect the choice of kernel.
     mkldnn = torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled
     precisions = (place.fp32_precision for place in fp32_places())
-    return torch.get_num_threads(), mkldnn, torch.are_deterministic_algorithms_enabled(), *precisions
+    modes = torch.get_num_threads(), mkldnn, torch.are_deterministic_algorithms_enabled(), *precisions
+    return {call: _taken(call, modes) for call in each}
 
 
 @functools.lru_cache(maxsize=4096)  # because the traces of a search share most calls
@@ -182,9 +176,6 @@ class StorageEvents:
 class StorageTracker(EagerDispatchMode):
     """Dispatch mode that numbers the storages returned by operators, and records when each is freed.
 
-    Args:
-        granule: Allocation granularity in bytes; sizes are rounded up.
-
     Attributes:
         sizes: Size of each storage in bytes, by number.
         counts_work: True to record the work of operators.
@@ -192,13 +183,12 @@ class StorageTracker(EagerDispatchMode):
             optimizer's step counter.
     """
 
-    def __init__(self, granule: int = 1) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.sizes: list[int] = []
         self.counts_work = False
         self._now = StorageEvents()
         self.answers_ones = False
-        self._granule = granule
         self._forwards: list[OperatorCall] = []
         self._alive: dict[int, tuple[int, weakref.ref[Any]]] = {}
 
@@ -253,7 +243,7 @@ class StorageTracker(EagerDispatchMode):
         key = storage._cdata
         if key not in self._alive:
             number = len(self.sizes)
-            self.sizes.append(-(-storage.nbytes() // self._granule) * self._granule)
+            self.sizes.append(storage.nbytes())
             self._alive[key] = number, weakref.ref(storage, lambda _: self._died(key, number))
             self._now.events.append((number, 1))
         return self._alive[key][0]

@@ -15,9 +15,8 @@ from torch import nn
 from trimtab.core.block_costs import BlockChainModel
 from trimtab.core.errors import ModelError
 from trimtab.core.recompute_schedule import EVERY_BLOCK, KeptBlock, RecomputedSegment, Schedule, schedule_of
-from trimtab.measure.block_graph import BlockGraph
 from trimtab.measure.block_memory import chains_through, trace_stages
-from trimtab.measure.blocks import hook_blocks
+from trimtab.measure.blocks import BlockGraph, hook_blocks
 from trimtab.measure.timing import clock_s, seconds_between, stamp, synchronize
 from trimtab.planner.recompute_cost import keep_all
 from trimtab.planner.recompute_solver import by_shares

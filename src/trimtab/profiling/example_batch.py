@@ -83,32 +83,29 @@ def own_loss(loss_fn: LossFn) -> LossFn:
 def _differ(before: Sequence[tuple[Tensor, bool, int | None]], originals: Sequence[Tensor]) -> bool:
     """Return True if copied tensors were changed in place; changes through `.data` do not raise the version."""
     for (each, requires_grad, version), original in zip(before, originals, strict=False):
-        if each.requires_grad != requires_grad or version_of(each) != version:
-            return True
-        if any(not _same(*pair) for pair in zip(_dense(each), _dense(original), strict=False)):
+        if each.requires_grad != requires_grad or version_of(each) != version or not have_same_values(each, original):
             return True
     return False
 
 
-def _dense(tensor: Tensor) -> Iterator[Tensor]:
-    tensor = tensor.detach()
-    if tensor.is_nested:
-        yield from tensor.unbind()
-    elif tensor.layout is torch.sparse_coo:
-        yield from (tensor._values(), tensor._indices())
-    else:
-        yield tensor if tensor.layout is torch.strided else tensor.values()
-
-
-def _same(left: Tensor, right: Tensor) -> bool:
+def have_same_values(left: Tensor, right: Tensor) -> bool:
+    """Return True for equal shapes, dtypes and values; NaN equals NaN."""
     if left.is_meta or right.is_meta:
         return True
-    if left.shape != right.shape or left.dtype != right.dtype:
+    if left.layout is not right.layout or left.dtype != right.dtype or left.is_nested != right.is_nested:
         return False
-    equal = left == right
-    if left.is_floating_point() or left.is_complex():
-        equal |= (left != left) & (right != right)  # NaN in both
-    return bool(equal.all())
+    return all(
+        ours.shape == theirs.shape and bool(((ours == theirs) | (ours != ours) & (theirs != theirs)).all())
+        for ours, theirs in zip(_dense(left.detach()), _dense(right.detach()), strict=True)
+    )
+
+
+def _dense(tensor: Tensor) -> Sequence[Tensor]:
+    if tensor.is_nested:
+        return tensor.unbind()
+    if tensor.layout is torch.sparse_coo:
+        return tensor._values(), tensor._indices()
+    return (tensor if tensor.layout is torch.strided else tensor.values(),)
 
 
 def _new_object(leaf: Any) -> Any:

@@ -22,7 +22,7 @@ from trimtab.core.errors import LoopError, ModelError, OptimizerError, TrimtabEr
 from trimtab.core.objective import Budget, Objective, Reference
 from trimtab.core.progress import silent
 from trimtab.energy.meter_selection import SelectedMeter, with_idle
-from trimtab.measure import page_faults
+from trimtab.measure import timing
 from trimtab.measure.machine import device_spec, environment
 from trimtab.measure.timing import PhaseClock, loaded_machine_clock, time_call
 from trimtab.nn import LossHead
@@ -341,7 +341,7 @@ class _Search:
         measured = functools.partial(measure_phases, self.subject, profile.reference_candidate)
         none: tuple[dict[str, float], float | None] = ({}, None)
         phases, num_faults = self.notes.attempt("phases.not_timed", what, measured, none)
-        fault_s = page_faults.fault_s() if profile.loop.can_retain else None
+        fault_s = timing.fault_s() if profile.loop.can_retain else None
         facts = replace(profile.loop, faults_per_step=num_faults, fault_s=fault_s)
         gc.collect()  # Objects in reference cycles, such as a loader's workers, may take long to end in a fork.
         self.guard = CrashTest(self.subject, profile.reference_candidate)
@@ -433,10 +433,10 @@ def measure_phases(subject: TrainingLoop, candidate: Candidate) -> tuple[dict[st
     """
     with LoopState(subject.trained, subject.optimizer), subject.start(candidate) as run:
         subject.step(run)
-        clock, faults, steps = PhaseClock(subject.device), [page_faults.num_faults()], 0
+        clock, faults, steps = PhaseClock(subject.device), [timing.num_faults()], 0
         while steps == 0 or (steps < _PHASE_STEPS and sum(clock.seconds.values()) * (1 + 1 / steps) <= _PHASES_S):
             _phased_step(run, subject, clock)
-            faults.append(page_faults.num_faults())
+            faults.append(timing.num_faults())
             steps += 1
     phases = {name: seconds / steps for name, seconds in clock.seconds.items()}
     # The median, because the first step may still fault in memory that later steps keep.

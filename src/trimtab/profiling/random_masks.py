@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
 
-from trimtab.measure.dispatch_mode import EagerDispatchMode
+from trimtab.measure.fake_tensors import EagerDispatchMode
 from trimtab.settings.dropout import dropout_modules
 
 # Name parts of third-party layers that may draw their own masks (DropPath, DropBlock).

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 
 from trimtab.core.errors import LossError, TrimtabError
-from trimtab.measure.dispatch_mode import EagerDispatchMode
+from trimtab.measure.fake_tensors import EagerDispatchMode
 from trimtab.measure.flops import count_flops
 from trimtab.profiling.measurement_notes import Notes, loss_failed
 from trimtab.profiling.training_loop import TrainingLoop

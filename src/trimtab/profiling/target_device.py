@@ -19,12 +19,11 @@ from trimtab.core.memory_model import Operation, operations
 from trimtab.core.objective import Budget, Objective, Reference
 from trimtab.core.progress import silent
 from trimtab.core.recompute_schedule import EVERY_BLOCK, schedule_of
-from trimtab.measure.block_graph import blocks_of
 from trimtab.measure.block_memory import BlockMemoryTrace, chains_through, require_runs, trace_stages
+from trimtab.measure.blocks import blocks_of
 from trimtab.measure.fake_tensors import FakeCudaMode, FakeTensors
 from trimtab.measure.machine import environment
-from trimtab.measure.memory_trace import trace_state_bytes
-from trimtab.measure.storage_lifetimes import cannot_trace
+from trimtab.measure.memory_trace import cannot_trace, trace_state_bytes
 from trimtab.planner.target_device_candidates import traced_for, with_blocks
 from trimtab.plans.profile import Candidate, LoopFacts, Profile, TracedBlocks, TracedCandidate
 from trimtab.profiling.block_profile import NO_BLOCKS, in_part_of, runs_in_segments, with_schedule

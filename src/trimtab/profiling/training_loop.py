@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from trimtab.core.choice import Choice, Effect
 from trimtab.core.errors import LossError, ModelError, ValueGivenError
 from trimtab.losses import Count, as_loss
-from trimtab.measure.block_graph import BlockGraph, blocks_of
+from trimtab.measure.blocks import BlockGraph, blocks_of
 from trimtab.measure.machine import MEASURED
 from trimtab.plans.plan import Plan
 from trimtab.plans.profile import Candidate

@@ -29,8 +29,7 @@ from trimtab.core.choice import Note, is_recorded
 from trimtab.core.energy_reading import WINDOW_S
 from trimtab.core.units import format_seconds
 from trimtab.energy.energy_meter import EnergyClock, GivenWatts, Meter
-from trimtab.measure.page_faults import time_settled
-from trimtab.measure.timing import is_timed_by_processor, synchronize, time_call
+from trimtab.measure.timing import is_timed_by_processor, synchronize, time_call, time_settled
 from trimtab.planner.search import BLOCK_S, SearchPhase
 from trimtab.planner.statistics import MIN_PAIRS_FOR_VERDICT, drawn_turns, is_gain, paired_ratios, rank_interval
 from trimtab.planner.trial_statistics import MIN_BLOCKS, still_open
