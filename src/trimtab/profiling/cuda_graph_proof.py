@@ -20,7 +20,7 @@ from torch import Tensor
 
 from trimtab.core.errors import BatchError
 from trimtab.plans.profile import Candidate
-from trimtab.profiling.gradient_equivalence import relative_difference
+from trimtab.profiling.rounding_tolerance import distances, norms, total
 from trimtab.profiling.training_loop import TrainingLoop
 from trimtab.techniques.compiled_call import CompiledCall
 from trimtab.techniques.cuda_graphs import GraphReplayer
@@ -117,8 +117,11 @@ def _norm(gradient: Tensor, other: Tensor | None = None) -> float:
 
 
 def _relative(own: Gradients, other: Gradients) -> float | None:
+    """Return |own - other| / |own| over all tensors; None if it is not finite."""
     pairs = [(a, b) for a, b in zip(own, other, strict=True) if a is not None and b is not None]
-    return relative_difference([a for a, _ in pairs], [b for _, b in pairs])
+    ours, theirs = ({str(i): pair[side] for i, pair in enumerate(pairs)} for side in (0, 1))
+    error, norm = total(distances(ours, theirs)), total(norms(ours))
+    return error / norm if norm > 0 and error / norm < math.inf else None
 
 
 @contextlib.contextmanager

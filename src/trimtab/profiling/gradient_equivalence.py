@@ -24,7 +24,6 @@ from torch import Tensor, nn
 from trimtab.core.choice import SplitCheck
 from trimtab.core.errors import BatchError, LossError
 from trimtab.losses import require_unscaled
-from trimtab.profiling.example_batch import own_loss
 from trimtab.profiling.measurement_notes import describe
 from trimtab.profiling.random_masks import (
     VARIANTS,
@@ -46,7 +45,7 @@ from trimtab.profiling.rounding_tolerance import (
     norms,
     total,
 )
-from trimtab.profiling.training_loop import TrainingLoop, in_mode
+from trimtab.profiling.training_loop import TrainingLoop, in_mode, own_loss
 from trimtab.state.loop_state import TORCH_GENERATORS, ChangeKind, LoopState, StateChange
 from trimtab.techniques.compiled_call import noting_calls
 from trimtab.techniques.mixed_precision import dtype_of
@@ -203,16 +202,13 @@ def _check_of_batch(subject: TrainingLoop, precision: str, start: LoopState) -> 
             fewer = f"; checked on the first {rows} of {subject.rows} samples, because more do not fit in memory"
             return check if part is subject else replace(check, reason=check.reason + fewer)
         rows //= 2  # Outside of the handler, because the exception keeps the failed attempt's tensors alive.
-        if rows < 2 or not _can_split(subject):
+        try:
+            subject.first(1)
+        except BatchError:
+            rows = 0
+        if rows < 2:
             reason = "the splitting check ran out of memory in fp32, and the batch cannot be reduced further"
             return _refused("split.out_of_memory", reason)
-
-
-def _can_split(subject: TrainingLoop) -> bool:
-    with contextlib.suppress(BatchError):
-        subject.first(1)
-        return True
-    return False
 
 
 def _refused(code: str, reason: str, difference: float | None = None) -> SplitCheck:
@@ -523,13 +519,6 @@ def _difference(left: Gradients, right: Gradients) -> Difference:
     return largest_difference(
         distances(left, right), {n: size + _SMALLEST * total(sizes) for n, size in sizes.items()}, sizes
     )
-
-
-def relative_difference(whole: Sequence[Tensor], other: Sequence[Tensor]) -> float | None:
-    """Return |whole - other| / |whole| over all tensors; None if it is not finite."""
-    left, right = ({str(i): each for i, each in enumerate(tensors)} for tensors in (whole, other))
-    error, norm = total(distances(left, right)), total(norms(left))
-    return error / norm if norm > 0 and error / norm < float("inf") else None
 
 
 def _pass_on_memory(error: Exception) -> None:

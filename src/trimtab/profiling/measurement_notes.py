@@ -12,7 +12,7 @@ from typing import TypeVar
 
 from trimtab.core.choice import Note
 from trimtab.core.errors import LossError, ModelError, TrimtabError
-from trimtab.plans.profile import OUT_OF_MEMORY, RAN_OUT
+from trimtab.plans.profile import OUT_OF_MEMORY
 from trimtab.training.loop_warnings import graph_used
 from trimtab.training.out_of_memory import is_out_of_memory
 
@@ -25,11 +25,6 @@ def describe(error: BaseException) -> str:
         return OUT_OF_MEMORY
     lines = [line for line in str(error).splitlines() if line.strip()]
     return f"{type(error).__name__}: {lines[0][:200]}" if lines else type(error).__name__
-
-
-def failure_of(error: BaseException) -> Note:
-    """Return the failure of a trial that raised an exception."""
-    return Note(RAN_OUT if is_out_of_memory(error) else "trial.failed", describe(error))
 
 
 class Notes:

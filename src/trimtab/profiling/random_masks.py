@@ -11,7 +11,7 @@ import contextlib
 import inspect
 import warnings
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,7 +30,6 @@ _IGNORED = ("aten::_cudnn_init_dropout_state",)  # Drawn once per process, with 
 _FAR = 3.0  # Standard deviations.
 # Warning about global hooks, which are trimtab's own.
 _OF_GLOBAL_HOOKS = r"Using `torch\.compile\(module\)` when there are global hooks"
-_EXTREMES = (0, 1)
 VARIANTS = 5  # Variants of drawn numbers: the two extremes, and three seeds.
 
 
@@ -82,25 +81,26 @@ def _is_of_torch(module: nn.Module) -> bool:
 
 
 class _DropoutOff(TorchFunctionMode):
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Sequence[type], args: Any = (), kwargs: Any = None
-    ) -> Any:
-        replacement = _REPLACEMENTS.get(func)
-        if replacement is None:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        replacement = _REPLACEMENTS.get(func, func)
+        if replacement is func:
             return func(*args, **(kwargs or {}))
         return replacement(func, list(args), dict(kwargs or {}))
 
 
-def _input(func: Callable[..., Any], args: list[Any], kwargs: dict[str, Any]) -> Any:
+_Function = Callable[..., Any]
+
+
+def _input(func: _Function, args: list[Any], kwargs: dict[str, Any]) -> Any:
     return args[0] if args else kwargs["input"]
 
 
-def _input_and_mask(func: Callable[..., Any], args: list[Any], kwargs: dict[str, Any]) -> Any:
+def _input_and_mask(func: _Function, args: list[Any], kwargs: dict[str, Any]) -> Any:
     value = _input(func, args, kwargs)
     return value, torch.ones_like(value, dtype=torch.bool)
 
 
-def _without_attention_dropout(func: Callable[..., Any], args: list[Any], kwargs: dict[str, Any]) -> Any:
+def _without_attention_dropout(func: _Function, args: list[Any], kwargs: dict[str, Any]) -> Any:
     place = 4  # scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, ...)
     if len(args) > place:
         args[place] = 0.0
@@ -109,37 +109,24 @@ def _without_attention_dropout(func: Callable[..., Any], args: list[Any], kwargs
     return func(*args, **kwargs)
 
 
-def _not_training(func: Callable[..., Any], args: list[Any], kwargs: dict[str, Any]) -> Any:
+def _not_training(func: _Function, args: list[Any], kwargs: dict[str, Any]) -> Any:
     bound = inspect.signature(func).bind(*args, **kwargs)
     bound.arguments["training"] = False  # In these functions, `training` only controls random numbers.
     return func(*bound.args, **bound.kwargs)
 
 
-def _without_layer_dropout(func: Callable[..., Any], args: list[Any], kwargs: dict[str, Any]) -> Any:
+def _without_layer_dropout(func: _Function, args: list[Any], kwargs: dict[str, Any]) -> Any:
     # The only float argument of a recurrent kernel; its position differs between padded and packed inputs.
     return func(*(0.0 if isinstance(arg, float) else arg for arg in args), **kwargs)
 
 
-_REPLACEMENTS: dict[Callable[..., Any], Callable[[Callable[..., Any], list[Any], dict[str, Any]], Any]] = {
-    **dict.fromkeys(
-        (
-            F.dropout,
-            F.dropout1d,
-            F.dropout2d,
-            F.dropout3d,
-            F.alpha_dropout,
-            F.feature_alpha_dropout,
-            torch.dropout,
-            torch.dropout_,
-            torch.alpha_dropout,
-            torch.alpha_dropout_,
-            torch.feature_dropout,
-            torch.feature_dropout_,
-            torch.feature_alpha_dropout,
-            torch.feature_alpha_dropout_,
-        ),
-        _input,
-    ),
+_DROPOUTS = (
+    *(F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout),
+    *(torch.dropout, torch.dropout_, torch.alpha_dropout, torch.alpha_dropout_),
+    *(torch.feature_dropout, torch.feature_dropout_, torch.feature_alpha_dropout, torch.feature_alpha_dropout_),
+)
+_REPLACEMENTS: dict[_Function, _Function] = {
+    **dict.fromkeys(_DROPOUTS, _input),
     torch.native_dropout: _input_and_mask,
     F.scaled_dot_product_attention: _without_attention_dropout,
     **dict.fromkeys((F.multi_head_attention_forward, F.rrelu), _not_training),
@@ -170,54 +157,21 @@ class UnmatchedMasks(RuntimeError):
     """A part of a batch draws other random numbers than the whole batch does for the same samples."""
 
 
-class _Modules:
-    """Tracks the innermost module with a running forward."""
-
-    def __init__(self, entered: Callable[[nn.Module], None] | None = None) -> None:
-        self._running: list[nn.Module] = []
-        self._entered = entered
-
-    @property
-    def innermost(self) -> nn.Module | None:
-        """Innermost module with a running forward; None in the loss."""
-        return self._running[-1] if self._running else None
-
-    @contextlib.contextmanager
-    def tracked(self, left: Callable[[nn.Module], None] | None = None) -> Iterator[None]:
-        """Track the forwards of all modules inside the context."""
-
-        def enter(module: nn.Module, _: Any) -> None:
-            self._running.append(module)
-            if self._entered is not None:
-                self._entered(module)
-
-        def leave(module: nn.Module, *_: Any) -> None:
-            while self._running and self._running.pop() is not module:
-                pass
-            if left is not None:
-                left(module)
-
-        handles = register_module_forward_pre_hook(enter), register_module_forward_hook(leave, always_call=True)
-        try:
-            with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", message=_OF_GLOBAL_HOOKS)
-                yield
-        finally:
-            for handle in handles:
-                handle.remove()
-
-
 class _Seeded(EagerDispatchMode):
     """Dispatch mode that passes operators with random results to a callback, below autograd.
 
     Args:
         drawn: called with the place, the result, a function that draws again, and the operator's arguments; returns
             the result to use.
+
+    Attributes:
+        running: modules with a running forward, innermost last.
     """
 
     def __init__(self, drawn: Callable[[MaskDraw, Any, Callable[[], Any], Any, Any], Any]) -> None:
         super().__init__()
-        self._drawn, self._modules = drawn, _Modules()
+        self._drawn = drawn
+        self.running: list[nn.Module] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -228,14 +182,31 @@ class _Seeded(EagerDispatchMode):
         # The operator drew nothing, such as attention without dropout.
         if all(map(torch.equal, before, _generators())):
             return result
-        draw = MaskDraw(self._modules.innermost, func.name())
+        draw = MaskDraw(self.running[-1] if self.running else None, func.name())
         return self._drawn(draw, result, lambda: func(*args, **kwargs), args, kwargs)
 
     @contextlib.contextmanager
     def on(self) -> Iterator[None]:
         """Intercept operators of this thread inside the context; compiled models run eagerly meanwhile."""
-        with self._modules.tracked(), self:
-            yield
+
+        def leave(module: nn.Module, *_: Any) -> None:
+            while self.running and self.running.pop() is not module:
+                pass
+
+        enter = register_module_forward_pre_hook(lambda module, _: self.running.append(module))
+        handles = enter, register_module_forward_hook(leave, always_call=True)
+        try:
+            with warnings.catch_warnings(), self:
+                warnings.filterwarnings("ignore", message=_OF_GLOBAL_HOOKS)
+                yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+
+def _generators() -> list[Tensor]:
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+    return [torch.get_rng_state(), *cuda]
 
 
 def _first(result: Any) -> Tensor | None:
@@ -268,10 +239,8 @@ def shared_draws(few: Mapping[MaskDraw, int], many: Mapping[MaskDraw, int], time
         times: ratio of the sample counts; None if samples have different sizes, in which case more samples must draw
             more elements.
     """
-    draws = dict.fromkeys((*few, *many))
-    if times is None:
-        return [draw for draw in draws if many.get(draw, 0) <= few.get(draw, 0)]
-    return [draw for draw in draws if many.get(draw, 0) != times * few.get(draw, 0)]
+    counts = {draw: (few.get(draw, 0), many.get(draw, 0)) for draw in (*few, *many)}
+    return [draw for draw, (some, more) in counts.items() if (more <= some if times is None else more != times * some)]
 
 
 @contextlib.contextmanager
@@ -287,7 +256,7 @@ def other_draws(draws: Collection[MaskDraw], variant: int) -> Iterator[None]:
         first = _first(result)
         if draw not in draws or first is None:
             return result
-        extremes = _extremes(draw.operator, args, kwargs, first) if variant < len(_EXTREMES) else None
+        extremes = _extremes(draw.operator, args, kwargs, first) if variant < 2 else None
         if extremes is not None:
             first.fill_(extremes[variant])
             return result
@@ -391,24 +360,15 @@ class _Use:
 
 
 def drawing_modules(model: nn.Module, forward: Callable[[], Any]) -> set[nn.Module]:
-    """Return the modules outside torch that may drop values and advance torch's generators in a forward."""
-    own, before, found = own_droppers(model), dict[nn.Module, list[Tensor]](), set[nn.Module]()
-    if not own:
-        return found
+    """Return the modules outside torch that may drop values and draw random numbers in a forward."""
+    own, found = own_droppers(model), set[nn.Module]()
 
-    def entered(module: nn.Module) -> None:
-        if module in own:
-            before[module] = _generators()
+    def drawn(draw: MaskDraw, result: Any, *_: Any) -> Any:
+        found.update(own.intersection(seeded.running))
+        return result
 
-    def left(module: nn.Module) -> None:
-        if module in own and not all(map(torch.equal, before.pop(module, []), _generators())):
-            found.add(module)
-
-    with _Modules(entered).tracked(left):
-        forward()
+    seeded = _Seeded(drawn)
+    if own:
+        with seeded.on():
+            forward()
     return found
-
-
-def _generators() -> list[Tensor]:
-    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
-    return [torch.get_rng_state(), *cuda]

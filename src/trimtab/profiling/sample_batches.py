@@ -17,9 +17,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from trimtab.core.errors import TrimtabError, ValueGivenError
-from trimtab.profiling.example_batch import have_same_values
 from trimtab.profiling.measurement_notes import Notes
-from trimtab.profiling.training_loop import TrainingLoop
+from trimtab.profiling.training_loop import TrainingLoop, have_same_values
 from trimtab.state.data_state import DataState, draw_and_restore_data
 from trimtab.state.process_state import ProcessState
 from trimtab.training.batch import iterate, tensors_in

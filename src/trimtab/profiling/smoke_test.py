@@ -34,9 +34,8 @@ _HOPELESS = 10.0  # Above 1, because fixed costs (mainly casts of weights) domin
 
 def can_fork() -> bool:
     """Return True if the process can be forked. A rank of several cannot: the child would take part in collectives."""
-    return (
-        hasattr(os, "fork") and not (dist.is_available() and dist.is_initialized()) and not torch.cuda.is_initialized()
-    )
+    is_rank = dist.is_available() and dist.is_initialized()
+    return hasattr(os, "fork") and not is_rank and not torch.cuda.is_initialized()
 
 
 def end_of(function: Callable[[], object], patience_s: float = _PATIENCE_S) -> str:
@@ -53,7 +52,7 @@ def end_of(function: Callable[[], object], patience_s: float = _PATIENCE_S) -> s
             warnings.simplefilter("ignore", DeprecationWarning)
             child = os.fork()
         if child == 0:
-            _run(function)
+            _run_and_exit(function)
         while time.monotonic() < end:
             ended, status = os.waitpid(child, os.WNOHANG)
             if ended:
@@ -72,7 +71,7 @@ def end_of(function: Callable[[], object], patience_s: float = _PATIENCE_S) -> s
                 os.waitpid(child, 0)
 
 
-def _run(function: Callable[[], object]) -> None:
+def _run_and_exit(function: Callable[[], object]) -> None:
     """Run the function and exit without flushing, closing or cleaning up the parent's resources."""
     code = 1
     try:
@@ -102,11 +101,10 @@ class CrashTest:
     """
 
     def __init__(self, subject: TrainingLoop, incumbent: Candidate) -> None:
-        rows, few = subject.rows, subject
+        self._few, self._rows, self._incumbent = subject, subject.rows, incumbent
         self._is_on, self._has_begun = subject.device.type == "cpu" and can_fork(), False
         with contextlib.suppress(Exception):  # A batch that cannot be split is used whole.
-            few = few.first(min(rows, max(_FEWEST, rows // _SHARE)))
-        self._few, self._rows, self._incumbent = few, rows, incumbent
+            self._few = subject.first(min(self._rows, max(_FEWEST, self._rows // _SHARE)))
         self._ends: dict[Candidate, str] = {}
 
     def refusal(self, candidate: Candidate) -> Note | None:
@@ -117,11 +115,11 @@ class CrashTest:
         if self._is_on and kernels not in self._ends:
             self._ends[kernels] = self._end_of(candidate)
             self._is_on = self._ends[kernels] != LATE
-        end = self._ends.get(kernels, DONE)
-        if end in (DONE, RAISED, LATE):
+        if (end := self._ends.get(kernels, DONE)) in (DONE, RAISED, LATE):
             return None
-        text = f"a test on {self._few.rows} of {self._rows} samples crashed its process with {end}"
-        return Note("trial.crashed", text)
+        return Note(
+            "trial.crashed", f"a test on {self._few.rows} of {self._rows} samples crashed its process with {end}"
+        )
 
     def _end_of(self, candidate: Candidate) -> str:
         few, chunk = self._few, candidate.loss_chunk
@@ -135,10 +133,7 @@ class CrashTest:
                     run.backward(result)
                 run.discard()
 
-        try:
-            return end_of(backward)
-        except Exception:  # Without a child process, nothing can be concluded.
-            return LATE
+        return end_of(backward)
 
 
 class SpeedTest:

@@ -118,10 +118,9 @@ def _run_nothing() -> None:
 
 
 def trace_blocks_for_others(
-    subject: TrainingLoop, profile: Profile, progress: Callable[[str], None]
+    subject: TrainingLoop, wanted: Sequence[Candidate], profile: Profile, progress: Callable[[str], None]
 ) -> tuple[TracedBlocks, ...]:
-    """Return the blocks of all candidates traced for target devices, as traced for CUDA."""
-    wanted = [each.candidate for each in profile.target_device_traces]
+    """Return the blocks of candidates, as traced for CUDA."""
     loop = (subject.model, subject.optimizer, subject.loss_fn, subject.batch)
     how: Any = {"splits": profile.check.splittable, "batching": subject.batching}
     found = []

@@ -33,8 +33,7 @@ from trimtab.planner.tuned_plan import (
     within_limits,
 )
 from trimtab.plans.plan import Plan
-from trimtab.profiling.example_batch import own_loss
-from trimtab.profiling.training_loop import TrainingLoop, in_mode, one_at_a_time
+from trimtab.profiling.training_loop import TrainingLoop, in_mode, one_at_a_time, own_loss
 from trimtab.settings import unchanged
 from trimtab.settings.dropout import dropout_modules
 from trimtab.settings.schedule import rate_unset

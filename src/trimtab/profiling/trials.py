@@ -20,7 +20,7 @@ import math
 import random
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -33,9 +33,9 @@ from trimtab.measure.timing import is_timed_by_processor, synchronize, time_call
 from trimtab.planner.search import BLOCK_S, SearchPhase
 from trimtab.planner.statistics import MIN_PAIRS_FOR_VERDICT, drawn_turns, is_gain, paired_ratios, rank_interval
 from trimtab.planner.trial_statistics import MIN_BLOCKS, still_open
-from trimtab.plans.profile import ALONE, SLICED, Candidate, Trial, is_final
+from trimtab.plans.profile import ALONE, RAN_OUT, SLICED, Candidate, Trial, is_final
 from trimtab.profiling.cuda_graph_proof import replay_refusal
-from trimtab.profiling.measurement_notes import Notes, failure_of
+from trimtab.profiling.measurement_notes import Notes, describe
 from trimtab.profiling.smoke_test import CrashTest, SpeedTest
 from trimtab.profiling.training_loop import TrainingLoop
 from trimtab.state.loop_state import LoopState
@@ -60,9 +60,9 @@ _SLOW_S = 0.3  # On a CPU, one-time costs are small compared with such a long fi
 class UntrainableCandidate(Exception):
     """A candidate that runs but does not train."""
 
-    def __init__(self, failure: Note) -> None:
-        super().__init__(failure.text)
-        self.failure = failure
+    def __init__(self, code: str, text: str) -> None:
+        super().__init__(text)
+        self.failure = Note(code, text)
 
 
 def step_until_applied(run: Run, subject: TrainingLoop) -> None:
@@ -78,15 +78,12 @@ def step_until_applied(run: Run, subject: TrainingLoop) -> None:
         require_finite(run)
     if run.applied_steps == 0:
         text = f"gradients overflow at all of the {_MOST_SCALES} loss scales tried"
-        raise UntrainableCandidate(Note("trial.gradients_overflow", text))
+        raise UntrainableCandidate("trial.gradients_overflow", text)
 
 
 def require_finite(run: Run) -> None:
     if not bool(torch.isfinite(run.loss)):
-        raise UntrainableCandidate(Note("trial.loss_nonfinite", "the loss is NaN or infinite"))
-
-
-# Power of candidates in trials, measured in separate windows of a second or more.
+        raise UntrainableCandidate("trial.loss_nonfinite", "the loss is NaN or infinite")
 
 
 @dataclass
@@ -104,7 +101,10 @@ class _TrialArm:
 
     def fail(self, error: Exception) -> None:
         """Record a failure of any kind: the user's model, the device, or most likely memory that runs out."""
-        self.error = error.failure if isinstance(error, UntrainableCandidate) else failure_of(error)
+        if isinstance(error, UntrainableCandidate):
+            self.error = error.failure
+        else:
+            self.error = Note(RAN_OUT if is_out_of_memory(error) else "trial.failed", describe(error))
         self.block_s = []
 
 
@@ -136,10 +136,9 @@ class TrialPower:
                 start.restore()
                 try:
                     watts = self._watts(subject, arm)
+                    arm.watts.append(math.nan if watts is None else watts)
                 except Exception as error:
                     arm.fail(error)
-                else:
-                    arm.watts.append(math.nan if watts is None else watts)
         for arm in arms:
             if arm.error is not None or any(map(math.isnan, arm.watts)):
                 arm.watts.clear()
@@ -170,10 +169,8 @@ class _Blocks:
     Args:
         steps: timed steps per block.
         step_s: seconds of the incumbent's step, from its warm-up.
-        patient: True to run more than `num_blocks` blocks, if blocks are short or a likely gain is within the noise;
-            only in phases that may replace the incumbent.
+        patient, run_s: see `run_stage`.
         start: state at the start of every block.
-        run_s: seconds of the planned run without changes; 0 if unknown.
     """
 
     subject: TrainingLoop
@@ -211,11 +208,6 @@ class _Blocks:
             return self.steps
         return max(1, round(self.steps * self.step_s / arm.first_s))
 
-    @property
-    def slow(self) -> bool:
-        """True if a step takes a large part of a second."""
-        return self.step_s >= _SLOW_S
-
 
 def run_stage(
     subject: TrainingLoop,
@@ -240,7 +232,10 @@ def run_stage(
     arms = [_TrialArm(candidate) for candidate in stage.candidates]
     if stage.control:
         arms.append(_TrialArm(stage.candidates[0], control=True))
-    with _shared_allocator(stage), subject.state() as snapshot:
+    with contextlib.ExitStack() as stack:
+        if all(candidate.allocator == "retain" for candidate in stage.candidates):
+            stack.callback(retained_memory.hold())  # Across blocks too, as a single run would.
+        snapshot = stack.enter_context(subject.state())
         tests: list[Callable[[Candidate], Note | None]] = []
         for arm in arms:
             if arm.control:  # The incumbent's second run: it has run, or failed, already.
@@ -252,15 +247,15 @@ def run_stage(
                     arm.error = next(filter(None, (test(arm.candidate) for test in tests)), None)
                 if arm.error is None:
                     snapshot.restore()  # The smoke test may have left state in the loss, in the incumbent's precision.
-                    slowest = _slowest(stage, arms[0].first_s)
-                    measures = stage.name != ALONE
+                    slowest, measures = _slowest(stage, arms[0].first_s), stage.name != ALONE
                     _warm_up(subject, arm, measure_memory=measures, slowest=slowest, paces=arm is arms[0])
                 if notes is not None and arm.uncounted is not None:
                     what = f"the peak memory of {arm.candidate.describe()} was not measured"
                     notes.add("memory.not_counted", what, arm.uncounted)
                 snapshot.restore()
-                if stage.is_known([each.peak_bytes for each in arms[: arms.index(arm) + 1]]):
-                    arms = arms[: arms.index(arm) + 1]
+                tried = arms[: arms.index(arm) + 1]
+                if stage.is_known([each.peak_bytes for each in tried]):
+                    arms = tried
                     break
         step_s = arms[0].first_s
         running = [arm for arm in arms if arm.error is None and arm.first_s <= _slowest(stage, step_s)]
@@ -278,10 +273,8 @@ def _smoke_tests(
     subject: TrainingLoop, stage: SearchPhase, step_s: float, guard: CrashTest | None
 ) -> list[Callable[[Candidate], Note | None]]:
     """Return the tests of other kernels: for crashes, and in phases of modes for hopeless speed."""
-    tests: list[Callable[[Candidate], Note | None]] = [(guard or CrashTest(subject, stage.candidates[0])).refusal]
-    if stage.name in _MODES:
-        tests.append(SpeedTest(subject, stage.candidates[0], step_s).refusal)
-    return tests
+    tests = [(guard or CrashTest(subject, stage.candidates[0])).refusal]
+    return [*tests, SpeedTest(subject, stage.candidates[0], step_s).refusal] if stage.name in _MODES else tests
 
 
 def _slowest(stage: SearchPhase, step_s: float) -> float:
@@ -324,7 +317,7 @@ def _run_blocks(blocks: _Blocks, arms: Sequence[_TrialArm], running: Sequence[_T
         done += 1
         if stage.drops and (done == MIN_BLOCKS or (stage.orders and done > MIN_BLOCKS)):
             running = still_open(running, arms[0], orders=stage.orders)
-            if (stage.orders or blocks.slow) and _is_over(stage, arms, running):
+            if (stage.orders or blocks.step_s >= _SLOW_S) and _is_over(stage, arms, running):
                 break
         if done == last and stage.control and doublings < _DOUBLINGS:
             gain = _promised(arms, running)
@@ -368,7 +361,7 @@ def _warm_up(subject: TrainingLoop, arm: _TrialArm, *, measure_memory: bool, slo
                 arm.compile_s = max(0.0, first_s - len(first) * arm.first_s)
             require_finite(run)
             if is_recorded(compiled) and (refusal := replay_refusal(subject, arm.candidate)) is not None:
-                raise UntrainableCandidate(Note("trial.graphs_refused", refusal))
+                raise UntrainableCandidate("trial.graphs_refused", refusal)
             if measure_memory:
                 _count_peak(run, subject, arm)
     except Exception as error:
@@ -411,19 +404,6 @@ def _promised(arms: Sequence[_TrialArm], running: Sequence[_TrialArm]) -> float 
     ratios = [rank_interval(paired_ratios(arm.block_s, incumbent.block_s)) for arm in rivals]
     open_ones = [ratio.mean for ratio in ratios if ratio.mean > _WORTH_A_LOOK and not is_gain(ratio, resolved)]
     return max(open_ones, default=None)
-
-
-@contextlib.contextmanager
-def _shared_allocator(stage: SearchPhase) -> Iterator[None]:
-    """Keep freed host memory across the blocks of a phase whose candidates all do, as a single run would."""
-    if any(candidate.allocator != "retain" for candidate in stage.candidates):
-        yield
-        return
-    let_go = retained_memory.hold()
-    try:
-        yield
-    finally:
-        let_go()
 
 
 def _time_block(subject: TrainingLoop, stage: SearchPhase, candidate: Candidate, steps: int) -> float:

@@ -14,7 +14,7 @@ import trimtab
 from trimtab.measure.fake_tensors import EagerDispatchMode, FakeTensors, run_compiled_eagerly
 from trimtab.measure.flops import count_flops
 from trimtab.measure.storage_tracker import StorageTracker
-from trimtab.profiling.step_counts import SoftmaxDetector
+from trimtab.profiling.loop_facts import SoftmaxDetector
 
 
 class Counting:

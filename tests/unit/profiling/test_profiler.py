@@ -21,11 +21,10 @@ from trimtab.planner import search
 from trimtab.planner.plan_choice import choose
 from trimtab.planner.recommendations import padded_vocabulary
 from trimtab.profiling import profiler, trials
-from trimtab.profiling.loop_facts import loop_facts
+from trimtab.profiling.loop_facts import count_step, loop_facts
 from trimtab.profiling.measurement_notes import Notes
 from trimtab.profiling.profiler import padding_saves_s
 from trimtab.profiling.sample_batches import waiting_s
-from trimtab.profiling.step_counts import count_step
 from trimtab.profiling.training_loop import TrainingLoop
 from trimtab.state import process_state
 
