@@ -43,11 +43,7 @@ class BlockMemoryTrace(NamedTuple):
 
 
 def chains_through(few: BlockMemoryTrace, many: BlockMemoryTrace, rows: tuple[int, int]) -> list[BlockChainModel]:
-    """Return the chain models of a first and of a later micro-batch, fitted through two micro-batch sizes.
-
-    Args:
-        rows: The two micro-batch sizes in samples, smaller first.
-    """
+    """Return the chain models of a first and of a later micro-batch, fitted through two sizes in samples."""
     return [BlockChainModel(*pair, rows) for pair in ((few.first, many.first), (few.later, many.later))]
 
 
@@ -66,13 +62,12 @@ def trace_stages(
     """Return the memory and operators of each block, and of the part after the last block.
 
     Args:
-        counts_scratch: True to add operator workspace, by running each operator with workspace once on real CPU
-            tensors.
-        drops: True to also trace a forward without saved activations. False uses the figures of the normal forward.
-        twice: True to also trace a later micro-batch. False uses the figures of the first one.
+        counts_scratch: True to add operator workspace, by running each operator that needs any once on real CPU
+        tensors. drops: True to also trace a forward without saved activations, instead of using the figures of the
+        normal one. twice: True to also trace a later micro-batch, instead of using the figures of the first one.
 
     Raises:
-        ModelError: The step cannot be traced, for example because it reads a tensor's value. Includes torch's reason.
+        ModelError: The step cannot be traced, for example because it reads a tensor's value.
     """
     fakes, storages = FakeTensors(), StorageTracker()
     try:
@@ -149,12 +144,9 @@ def _chain(dropping: _Pass, keeping: _Pass, blocks: BlockGraph, held_bytes: int)
 
 @dataclass
 class _Mark:
-    """Numbers of storage events before a stage's forward, its end and its backward.
+    """Numbers of storage events before a stage's forward, its end and its backward; storages of arguments and results.
 
-    Attributes:
-        inputs: Storages of the stage's arguments.
-        outputs: Storages of the stage's results.
-        work: Number of operators before the forward and before its end.
+    `work` has the numbers of operators before the forward and before its end.
     """
 
     begin: int

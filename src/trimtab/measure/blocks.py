@@ -124,12 +124,10 @@ def hook_blocks(
 
 @dataclass(frozen=True)
 class BlockGraph:
-    """Blocks in execution order.
+    """Names of blocks in execution order, and links.
 
-    Args:
-        names: Names of the blocks.
-        links: For each block but the last, True if it is linked to the next block: its single output is the next
-            block's first argument, has no further use, and both blocks get the same remaining arguments.
+    A link is True for a block whose single output is the next block's first argument and has no further use, if both
+    get the same remaining arguments.
     """
 
     names: tuple[str, ...]
@@ -140,8 +138,7 @@ def blocks_of(model: nn.Module, loss_fn: LossFn, batch: Any, named: tuple[str, .
     """Return a model's blocks that run exactly once in a forward, with their links. Nothing is computed.
 
     Raises:
-        ModelError: The forward cannot be traced, for example because it reads a tensor's value. Includes torch's
-            reason.
+        ModelError: The forward cannot be traced, for example because it reads a tensor's value.
         ValueGivenError: A name is not a module, lies inside another named module, or runs several times or never.
     """
     blocks, fakes, watch = find_blocks(model, named), FakeTensors(), _Watch()

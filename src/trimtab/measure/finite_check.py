@@ -10,10 +10,10 @@ from torch import Tensor, nn
 
 
 def nonfinite_parameter(model: nn.Module) -> str | None:
-    """Return the name of the first non-finite parameter, or None.
+    """Return the name of the first non-finite parameter, or None. Of a sharded parameter, only this shard is checked.
 
     Synchronizes each device once and allocates a scalar per parameter, so it suits saves and ends of runs, not every
-    step. For a sharded parameter, only this rank's shard is checked.
+    step.
     """
     return first_nonfinite(model.named_parameters())
 

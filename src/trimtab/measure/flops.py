@@ -36,10 +36,7 @@ CHUNKED_LOSS, _PYTHON = _load()
 
 
 def python_of(operator: Any) -> Callable[..., Any] | None:
-    """Return the Python implementation of the chunked loss operator, or None for any other operator.
-
-    torch keeps the implementation private. If it is missing, the operator's internal memory is not traced.
-    """
+    """Return the Python implementation of the chunked loss operator, whose internal memory is traced; else None."""
     is_it = CHUNKED_LOSS is not None and getattr(operator, "overloadpacket", None) is CHUNKED_LOSS
     return _PYTHON if is_it else None
 
@@ -47,12 +44,7 @@ def python_of(operator: Any) -> Callable[..., Any] | None:
 def chunked_loss_flops(
     features: Any, weight: Any, *args: Any, out_shape: Any = None, out_val: Any = None, **kwargs: Any
 ) -> int:
-    """Return the FLOP of a call: logits, and the requested gradients of features and weight.
-
-    Args:
-        features: Tensor of shape (N, D), or the shape.
-        weight: Tensor of shape (V, D), or the shape.
-    """
+    """Return the FLOP of a call: logits, and the requested gradients of features (N, D) and weight (V, D)."""
     rows, width = features.shape if isinstance(features, Tensor) else features
     words = (weight.shape if isinstance(weight, Tensor) else weight)[0]
     wanted = args[-3:-1]  # for features and weight; the last flag is for the bias

@@ -25,11 +25,7 @@ _HOOK = "set_all_reduce_hook"
 
 
 class _Norms:
-    """Sum of `||g||^2` over the gradients of each backward between `on` and `off`.
-
-    Attributes:
-        spent: Overhead since `on`.
-    """
+    """Sum of `||g||^2` over the gradients of each backward between `on` and `off`; `spent` is the overhead."""
 
     def __init__(self) -> None:
         self.spent = OverheadTimer()
@@ -61,11 +57,7 @@ class _Norms:
 
 
 class GradientNorms(_Norms):
-    """Sum of `||g||^2` for each backward while hooks are installed.
-
-    Args:
-        parameters: Parameters, iterated again at each `on`; hooks are added if they require gradients.
-    """
+    """Sum of `||g||^2` for each backward while hooks are installed on parameters, which each `on` iterates again."""
 
     def __init__(self, parameters: Iterable[Tensor]) -> None:
         super().__init__()
@@ -154,18 +146,12 @@ def is_sharded(model: nn.Module) -> bool:
 
 
 def is_flat_sharded(model: nn.Module) -> bool:
-    """Return True if FSDP1 shards any module.
-
-    Recognised by class name, because importing FSDP1 takes as long as torch.
-    """
+    """Return True if FSDP1 shards any module, by class name: importing FSDP1 takes as long as torch."""
     return any(type(module).__name__ == "FullyShardedDataParallel" for module in model.modules())
 
 
 def shows_reductions(model: nn.Module) -> bool:
-    """Return True if each reduction of a sharded model can be observed unscaled.
-
-    False for a torch version without the hook, and for float16 reductions, which torch scales after the hook.
-    """
+    """Return True if each reduction of a sharded model can be observed; torch scales float16 after the hook."""
 
     def reduce_dtype(module: Any) -> torch.dtype | None:
         state = module._get_fsdp_state() if hasattr(module, "_get_fsdp_state") else None
@@ -203,10 +189,9 @@ class ShardedNorms(_Norms):
         self._undo.clear()
 
     def take(self) -> Tensor:
-        """Return the sum since the last call as a scalar tensor; NaN without a reduction.
+        """Return the sum since the last call as a scalar tensor.
 
-        The user's loop may disable reductions except in the last micro-batch, which then reduces the accumulated
-        gradient.
+        NaN without a reduction: the loop may disable reductions except in the last micro-batch.
         """
         total, self._total = self._total, None
         return torch.full((), math.nan) if total is None else total

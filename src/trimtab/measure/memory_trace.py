@@ -39,7 +39,6 @@ class SizeTrace(NamedTuple):
         whole: Peak of a step with a single micro-batch.
         sliced: Peak of a step with several micro-batches, which holds gradients between them. Derived from the first
             micro-batch; it may be slightly too large if gradients are copied on arrival.
-        work: FLOP and bytes moved.
         step: Peak of the optimizer step alone.
     """
 
@@ -74,7 +73,7 @@ def trace_peaks(
         prepare: Called with the fake copy of the model before the steps.
 
     Raises:
-        ModelError: The step cannot be traced, for example because it reads a tensor's value. Includes torch's reason.
+        ModelError: The step cannot be traced, for example because it reads a tensor's value.
     """
     runs = [(batch, autocast) for autocast in autocasts for batch in batches]
     steps = _traced(model, optimizer, loss_fn, runs, prepare=prepare)
@@ -93,9 +92,7 @@ def trace_step(
 ) -> int:
     """Return the peak bytes of a step with a given number of identical micro-batches. See `trace_peaks`.
 
-    Raises:
-        ModelError: The step cannot be traced.
-        ValueGivenError: `counts_scratch` is True for a model that is not on the CPU.
+    `ValueGivenError` if `counts_scratch` is True for a model that is not on the CPU.
     """
     device = next(model.parameters()).device.type
     if counts_scratch and device != "cpu":
@@ -121,13 +118,7 @@ def trace_work(
 ) -> dict[str, list[Seen]]:
     """Return the operators of a step with one micro-batch, by phase: "forward", "backward" and "optimizer".
 
-    Recomputation counts as backward.
-
-    Args:
-        prepare: Called with the fake copy of the model before the step.
-
-    Raises:
-        ModelError: The step cannot be traced.
+    Recomputation counts as backward. See `trace_peaks` for `prepare` and errors.
     """
     (step,) = _traced(model, optimizer, loss_fn, [(batch, autocast)], prepare=prepare)
     return step.phase_work
@@ -176,11 +167,7 @@ def _traced(
 
 
 def trace_state_bytes(model: nn.Module, optimizer: Optimizer) -> int:
-    """Return the size of the optimizer's state in bytes.
-
-    Raises:
-        ModelError: The optimizer step cannot be traced.
-    """
+    """Return the size of the optimizer's state in bytes; `ModelError` if the optimizer step cannot be traced."""
     fakes, storages = FakeTensors(), StorageTracker()
     try:
         _, optimizer = fakes.copy((model, optimizer))
@@ -226,8 +213,7 @@ def cannot_trace(error: Exception) -> ModelError:
 class TracedStep:
     """Birth and death of every storage in a step on fake tensors, by an optimizer whose state exists.
 
-    Args:
-        first: Earlier trace with the same optimizer. The optimizer's work is identical and not traced again.
+    The optimizer's work is identical to that of `first`, an earlier trace, and not traced again.
     """
 
     def __init__(
@@ -255,11 +241,7 @@ class TracedStep:
         num_micro_batches: int,
         begin: Callable[..., object] = lambda *, last: None,
     ) -> None:
-        """Run the step.
-
-        Args:
-            begin: Called before each micro-batch with `last`, True for the last one.
-        """
+        """Run the step; `begin` is called before each micro-batch with `last`, True for the last one."""
         for left in reversed(range(num_micro_batches)):
             begin(last=left == 0)
             self._micro_batch(loss_fn, batch, autocast)

@@ -53,11 +53,7 @@ class _Like:
 
 @dataclass(frozen=True)
 class OperatorCall:
-    """An operator with its arguments, in which tensors are replaced by their layout. Comparable and hashable.
-
-    Args:
-        is_backward: True if the backward of this call is meant.
-    """
+    """An operator (or its backward) with its arguments, in which tensors are replaced by their layout. Hashable."""
 
     operator: Any
     leaves: tuple[Any, ...]
@@ -100,8 +96,7 @@ def name_of(operator: Any) -> str:
 def measure_calls(calls: Iterable[OperatorCall]) -> dict[OperatorCall, CallMemory]:
     """Return the memory of each call. Only the tensors of a single call are allocated at a time.
 
-    Raises:
-        WorkspaceTooLarge: The tensors of a call exceed `MOST_BYTES`. No call was run.
+    `WorkspaceTooLarge` if the tensors of a call exceed `MOST_BYTES`. No call was run then.
     """
     each = dict.fromkeys(calls)
     for call in each:
@@ -179,7 +174,7 @@ class StorageTracker(EagerDispatchMode):
     Attributes:
         sizes: Size of each storage in bytes, by number.
         counts_work: True to record the work of operators.
-        answers_ones: True to return 1 for a tensor value that is read. Fake tensors have no values, and 1 suits an
+        answers_ones: True to return 1 for a tensor value that is read: fake tensors have none, and 1 suits an
             optimizer's step counter.
     """
 

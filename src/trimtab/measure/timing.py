@@ -29,9 +29,7 @@ _Stamp = float | torch.cuda.Event
 class OverheadTimer:
     """Timer of the overhead that measuring adds to a step, on the host and in the CUDA stream.
 
-    Attributes:
-        host_s: Host seconds of overhead during the measured work.
-        outside_s: Host seconds of overhead before and after the measured work.
+    `host_s` counts host seconds during the measured work, `outside_s` before and after it.
     """
 
     def __init__(self) -> None:
@@ -62,8 +60,7 @@ class OverheadTimer:
     def amid(self, since: int | None = None) -> float:
         """Return the slow-down of the measured work in seconds, by the device's clock if there is one.
 
-        Args:
-            since: Index of a mark to start from, up to the last mark; None for the total.
+        None for `since` gives the total; else the time from a mark to the last mark.
         """
         if since is None:
             return self._device_s() if self._events else self.host_s
@@ -88,13 +85,7 @@ def stamp(device: torch.device) -> torch.cuda.Event | None:
 
 @dataclass(frozen=True)
 class StepSeconds:
-    """Times of a window in seconds.
-
-    Attributes:
-        batch_s: Time of each loader batch but the last.
-        window_s: Time from the opening of the window to the end of the step.
-        drawing_s: Time for drawing the batches.
-    """
+    """Seconds of each loader batch but the last, of the window up to the end of the step, and for drawing batches."""
 
     batch_s: tuple[float, ...]
     window_s: float
@@ -213,8 +204,7 @@ _timed_threads = 0  # Number of threads while calls are timed by processor time;
 def processor_fraction(num_threads: int) -> float:
     """Return the fraction of a processor that each of several threads gets: 1 on an idle machine.
 
-    Each thread computes for `_PROBE_S` seconds; the median of `_PROBES` measurements. A result is kept for
-    `_PROBE_KEPT_S` seconds.
+    The median of `_PROBES` measurements of computing threads; kept for `_PROBE_KEPT_S` seconds.
     """
     global _probed
     if _probed is None or _probed[0] != num_threads or time.monotonic() - _probed[1] > _PROBE_KEPT_S:

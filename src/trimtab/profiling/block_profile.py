@@ -86,10 +86,7 @@ class SecondsPerSample:
 
 
 def line_through(points: Sequence[tuple[int, float]]) -> SecondsPerSample:
-    """Return the non-negative, non-decreasing line through one or two points (samples, seconds), larger size first.
-
-    A single point gives a line through zero.
-    """
+    """Return the non-negative, non-decreasing line through one or two points (samples, seconds), larger size first."""
     (more, high), (fewer, low) = points[0], points[-1]
     high, low = max(0.0, high), max(0.0, low)
     sample_s = high / more if more == fewer else (high - low) / (more - fewer)
@@ -106,7 +103,6 @@ def measure_seconds(
 
     Args:
         schedules: recomputation of all blocks, then of all blocks in part.
-        splits: True if the batch may be split into more micro-batches.
         forward_s: forward seconds of the blocks per micro-batch.
     """
     rows = min(candidate.micro_batch, subject.rows)
@@ -161,10 +157,7 @@ def with_schedule(model: nn.Module, names: tuple[str, ...], schedule: Schedule, 
 def measure_recomputable(subject: TrainingLoop, candidate: Candidate, *, splits: bool = True) -> RecomputableBlocks:
     """Return the costs and savings of recomputing a candidate's blocks, or the reason for failing.
 
-    Takes training steps; the caller restores the state.
-
-    Args:
-        splits: True if the batch may be split into more micro-batches than the candidate's.
+    Takes training steps; the caller restores the state. `splits`: the batch may be split into more micro-batches.
     """
     try:
         return _measured(subject, candidate, splits=splits)

@@ -82,10 +82,7 @@ def _judged(apart: Sequence[float | None], moved: Sequence[float | None]) -> str
 def _differing(subject: TrainingLoop, before: Gradients, own: Gradients, again: Gradients, launched: Gradients) -> str:
     """Return a sentence about the parameter whose gradient differs most relative to its limit; "" if none does.
 
-    Args:
-        before: gradient on the samples and weights of the capture.
-        own, again: two gradients on other samples and weights, without graphs.
-        launched: the same with replayed graphs.
+    Gradients of the capture; on other samples and weights twice without graphs, and with replayed graphs.
     """
     names = [name for name, p in subject.model.named_parameters() if p.requires_grad]
     found = {

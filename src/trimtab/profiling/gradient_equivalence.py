@@ -78,9 +78,8 @@ def require_own_forward(subject: TrainingLoop, precision: str) -> None:
     """Compute the loss of the batch once, with gradients and in the loop's precision, and check the model's forward.
 
     Raises:
-        LossError: the loss function raised, its result is not a loss, it did not call the model itself, the model
-            runs under the loop's own autocast (which would override every precision that is tried), or the loss is
-            multiplied by a `GradScaler`'s scale.
+        LossError: the loss function raised, its result is not a loss, it did not call the model itself, the model runs
+            under the loop's own autocast, or the loss is multiplied by a `GradScaler`'s scale.
     """
     casts = set[torch.dtype | None]()
     _look(subject, precision, casts)
@@ -130,13 +129,10 @@ def _look(subject: TrainingLoop, precision: str, casts: set[torch.dtype | None])
 
 
 def other_values(batch: Any, samples: int, wanted: int, batching: BatchSplitting = BY_CONTAINERS) -> Any | None:
-    """Return a batch with the same samples in another order and with changed values; None if indexing fails.
+    """Return a batch of `wanted` samples in another order and with changed values; None if indexing fails.
 
     Floating-point values are scaled down by individual factors of up to a tenth, which preserves signs and the range
     [0, 1]. Masks of 0 and 1, and integers (labels, token ids, lengths), are unchanged.
-
-    Args:
-        wanted: number of samples of the result.
     """
     if read_sample_count(batch).samples != samples:
         return None  # Only the user's functions know the samples.
@@ -168,12 +164,7 @@ def check_splitting(subject: TrainingLoop, precision: str = "fp32", start: LoopS
 
     The longest batch and an example batch are both checked, because a mean over tokens splits exactly if no sample is
     padded. If the whole batch does not fit in memory, the check uses the largest number of leading samples that fits.
-
-    Args:
-        precision: precision of the loop. The loop runs once in this precision; the comparison is in fp32.
-
-    Returns:
-        The verdict, with a code, a reason and the largest relative difference of a parameter's gradient.
+    The loop runs once in its own `precision`; the comparison is in fp32.
 
     Raises:
         LossError: the loss function raised, or the result is not a loss.
@@ -312,8 +303,8 @@ def _changes_again(subject: TrainingLoop, start: LoopState) -> list[StateChange]
 def _counted(changes: Sequence[StateChange]) -> list[StateChange]:
     """Return the changes that prevent a split.
 
-    Gradients are the result. torch's generators draw dropout masks sample by sample from the same distribution; the
-    comparison of gradients decides if a draw couples samples.
+    Gradients are the result. torch's generators draw masks sample by sample from the same distribution; the comparison
+    of gradients decides if a draw couples samples.
     """
     ignored = (ChangeKind.GRADIENT, ChangeKind.BATCH)
     return [c for c in changes if c.kind not in ignored and c.path not in TORCH_GENERATORS]
@@ -455,8 +446,8 @@ def _within(subject: TrainingLoop, whole: Gradients, sizes: Norms, other: Gradie
 def _near_zero(apart: Norms, allowed: Norms, everything: float) -> bool:
     """Return True if rounding could explain every difference that exceeds its tolerance.
 
-    The tolerance is relative to a parameter's own gradient. A gradient near zero has a tolerance near zero, which
-    rounding alone can exceed; such a difference is still tiny relative to the gradient of all parameters.
+    A gradient near zero has a tolerance near zero, which rounding alone can exceed; such a difference is still tiny
+    relative to the gradient of all parameters.
     """
     return all(error <= 2 * _MOST_ROUNDING * everything for name, error in apart.items() if error > allowed[name])
 

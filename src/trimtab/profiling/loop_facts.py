@@ -39,7 +39,6 @@ def loop_facts(
 
     Args:
         heads: number of feature vectors per step of each loss head.
-        hooks: gradient hooks; None: the hooks found in the model.
     """
     parameters = list(model.parameters())
     bitwise_only = bitwise_reason(gradient_hooks(model) if hooks is None else hooks)
@@ -75,12 +74,7 @@ def with_tested_step(facts: LoopFacts, optimizer: torch.optim.Optimizer) -> Loop
 
 
 class SoftmaxDetector(EagerDispatchMode):
-    """Dispatch mode that records softmaxes.
-
-    Attributes:
-        kept_bytes: Total bytes of softmaxes over square scores.
-        logits: Shape (N, V) of the largest log-softmax, or None.
-    """
+    """Dispatch mode that records the bytes of softmaxes over square scores, and the shape of the largest logits."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -101,10 +95,8 @@ class StepCounts(NamedTuple):
     """Counts of the forward and backward of the example batch, in the loop's precision.
 
     Attributes:
-        flops: counted FLOP; None if not counted.
         terms: number of terms of the loss; the number of samples if the loss was not seen.
         kind: "rows" or "tokens".
-        seen: softmaxes of the forward; empty if not watched.
     """
 
     flops: float | None
@@ -114,11 +106,7 @@ class StepCounts(NamedTuple):
 
 
 def count_step(subject: TrainingLoop, precision: str, notes: Notes) -> StepCounts:
-    """Count a step. An instrument that fails on this loop is left out, with a note. State is restored.
-
-    Raises:
-        LossError: the plain forward or backward fails without any instrument.
-    """
+    """Count a step; an instrument that fails is left out, with a note. `LossError` if the plain step fails."""
     terms: list[Any] = []  # Counts of all completed forwards.
     flop_error: Exception | str = _REFUSED
     watch_error: Exception | str = _REFUSED
@@ -149,11 +137,7 @@ def count_step(subject: TrainingLoop, precision: str, notes: Notes) -> StepCount
 
 
 def require_plain_step(subject: TrainingLoop, precision: str) -> None:
-    """Run the forward and backward of the example batch without instruments. State is restored.
-
-    Raises:
-        LossError: the step fails for another reason than memory.
-    """
+    """Raise `LossError` if the plain forward and backward fail for another reason than memory."""
     try:
         _run(subject, precision, [], watches=False, counts=False)
     except Exception as error:

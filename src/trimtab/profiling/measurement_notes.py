@@ -39,12 +39,7 @@ class Notes:
         return tuple(self._found)
 
     def add(self, code: str, what: str, why: BaseException | str) -> None:
-        """Record a missing measurement.
-
-        Args:
-            what: clause that names the missing figure, such as "FLOP were not counted".
-            why: the exception or a reason.
-        """
+        """Record a missing measurement: a clause such as "FLOP were not counted", and the exception or a reason."""
         reason = why.reason if isinstance(why, TrimtabError) else why if isinstance(why, str) else describe(why)
         self.record(code, f"{what}: {reason}")
 

@@ -45,12 +45,7 @@ def default_folder() -> Path:
 
 
 class CachedPlan:
-    """The file of a plan in a cache.
-
-    Args:
-        folder: the folder of the cache.
-        parts: all that the plan depends on.
-    """
+    """The file of a plan in a cache folder, named by all that the plan depends on."""
 
     def __init__(self, folder: Path, parts: Mapping[str, Any]) -> None:
         text = json.dumps(parts, sort_keys=True, default=str)

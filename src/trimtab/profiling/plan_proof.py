@@ -100,12 +100,8 @@ def prove(
 ) -> Proof:
     """Compare the training of a candidate with the unchanged loop; state is restored.
 
-    Extra memory: a copy of gradients, parameters, buffers and optimizer state on the host, and a second copy if
-    `start` is not given.
-
-    Args:
-        reference: the loop's own settings.
-        step_s: seconds per step of the loop; a long step is proved on fewer samples.
+    Extra memory: a copy of gradients, parameters, buffers and optimizer state on the host, and a second copy without
+    `start`. A long step (`step_s`, seconds) is proved on fewer samples.
     """
     changed = _changed(candidate, reference)
     samples = _samples(subject.rows, candidate, step_s)
@@ -135,7 +131,7 @@ def refuted_settings(
     step_s: float | None = None,
     start: LoopState | None = None,
 ) -> tuple[str, ...]:
-    """Return the settings that caused a proof to fail, found by leaving settings out.
+    """Return the settings that caused a proof to fail.
 
     If the proof holds without a setting, that setting is the cause. Otherwise the causes are all settings that fail
     alone, or all changed settings if none does.
@@ -405,7 +401,6 @@ class _Judge:
     """Compares the results of two loops, with a tolerance for each tensor.
 
     Args:
-        tolerance: relative tolerances.
         before: state that both loops start from.
         expected: results of the unchanged loop; only norms are kept.
     """
@@ -422,19 +417,13 @@ class _Judge:
         self._rounding = {kind: dict.fromkeys(tensors, 0.0) for kind, tensors in expected.items()}
 
     def non_finite(self) -> str:
-        """Return the name of a gradient or once finite parameter that the unchanged loop made NaN or infinite, or "".
-
-        Buffers are ignored, because a mask may contain infinities.
-        """
+        """Return a gradient or once finite parameter that the unchanged loop made NaN or infinite, or ""."""
         names = (f"the gradient of {name}" for name, size in self._sizes.items() if not math.isfinite(size))
         parameters = (name for name in self._sizes if not math.isfinite(self._moved.get(name, 0.0)))
         return next(itertools.chain(names, parameters), "")
 
     def not_reproducible(self, again: _Apart) -> str:
-        """Return a parameter whose gradient differs in a second run of the unchanged loop, or "".
-
-        Differences in rounding, as from atomic additions on a GPU, are accepted.
-        """
+        """Return a parameter whose gradient differs by more than rounding in a second unchanged loop, or ""."""
         least = 1e-5 * total(self._sizes)
         found = largest_difference(
             again["gradients"], {name: 1e-4 * size + least for name, size in self._sizes.items()}, self._sizes
@@ -557,10 +546,7 @@ def _gradients(subject: TrainingLoop) -> dict[str, Tensor]:
 
 
 def _state(subject: TrainingLoop) -> dict[str, Tensor]:
-    """Return parameters, buffers and tensors of optimizer state by name.
-
-    Step counters are left out, because a fused step uses another dtype for them.
-    """
+    """Return parameters, buffers and tensors of optimizer state by name, without step counters."""
     model, optimizer = subject.trained, subject.optimizer
     found: dict[str, Tensor] = {name: p.detach() for name, p in model.named_parameters()}
     found |= {name: buffer.detach() for name, buffer in model.named_buffers()}

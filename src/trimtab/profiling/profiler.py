@@ -147,13 +147,8 @@ def _hooks_of_own_step(subject: TrainingLoop, precision: str) -> tuple[GradientH
 def padding_saves_s(model: nn.Module, words: int, tokens: int, precision: str) -> float | None:
     """Return the seconds per step that padding the head's columns would save; 0 if not significant.
 
-    Timed on random features and weights, a few hundred tokens at a time, forward and backward.
-
-    Args:
-        tokens: rows of the logits per step.
-
-    Returns:
-        None if no padding is needed, no linear layer has this many outputs, or memory runs out.
+    Timed on random features and weights, a few hundred tokens at a time, forward and backward. None if no padding is
+    needed, no linear layer has this many outputs, or memory runs out.
     """
     head = next((each for each in model.modules() if isinstance(each, nn.Linear) and each.out_features == words), None)
     if head is None or words < MIN_WORDS or words == padded_vocabulary(words):
@@ -296,14 +291,7 @@ def _require_measurable(model: nn.Module) -> None:
 
 @dataclass
 class _Search:
-    """The measurements of a loop that the planner requests.
-
-    Args:
-        snapshot: the loop's state before planning.
-        power: power measurement; None without a meter.
-        start: time at which planning began, in seconds of `time.perf_counter`.
-        traces: True to trace for target devices too.
-    """
+    """The measurements of a loop that the planner requests; `start` is the time at which planning began."""
 
     subject: TrainingLoop
     snapshot: LoopState
@@ -413,8 +401,8 @@ class _Search:
 def measure_phases(subject: TrainingLoop, candidate: Candidate) -> tuple[dict[str, float], float | None]:
     """Return a candidate's seconds per step by phase (slicing, forward, backward, optimizer), and the page faults.
 
-    "slicing" splits the batch into micro-batches and moves them to the device; drawing batches is timed separately.
-    The first step is not counted, and long steps are repeated less often. State is restored.
+    "slicing" splits the batch into micro-batches and moves them to the device. The first step is not counted, and long
+    steps are repeated less often. State is restored.
     """
     with LoopState(subject.trained, subject.optimizer), subject.start(candidate) as run:
         subject.step(run)

@@ -41,8 +41,8 @@ def dropout_off(model: nn.Module, drawing: Collection[nn.Module] = ()) -> Iterat
     layers and randomized ReLU are intercepted at torch's functions, so modules stay in training mode.
 
     Args:
-        drawing: modules from `own_droppers` that draw random numbers. Layers with their own masks are put into
-            evaluation mode, and probabilities are set to 0.
+        drawing: modules from `own_droppers` that draw random numbers: layers with their own masks go into evaluation
+            mode, and probabilities are set to 0.
     """
     own = own_droppers(model)
     modes = [module for module in drawing if _is_drop_layer(module) and module.training]
@@ -63,10 +63,7 @@ def dropout_off(model: nn.Module, drawing: Collection[nn.Module] = ()) -> Iterat
 
 
 def own_droppers(model: nn.Module) -> set[nn.Module]:
-    """Return modules outside torch that may drop values with their own masks.
-
-    These are layers with a telling class name, such as `DropPath`, and modules with a dropout probability.
-    """
+    """Return modules outside torch with a telling class name, such as `DropPath`, or a dropout probability."""
     named = {module for module in model.modules() if _is_drop_layer(module)}
     return named | {module for module, _ in dropout_modules(model) if not _is_of_torch(module)}
 
@@ -136,12 +133,7 @@ _REPLACEMENTS: dict[_Function, _Function] = {
 
 @dataclass(frozen=True)
 class MaskDraw:
-    """A place in the code that draws random numbers.
-
-    Args:
-        module: innermost module with a running forward; None in the loss.
-        operator: name of the operator, such as "aten::bernoulli_.float".
-    """
+    """A place that draws random numbers: the innermost running module (None in the loss) and the operator's name."""
 
     module: nn.Module | None
     operator: str
@@ -234,8 +226,7 @@ def shared_draws(few: Mapping[MaskDraw, int], many: Mapping[MaskDraw, int], time
     """Return the draws with a number of elements that is not proportional to the number of samples.
 
     Args:
-        few: elements drawn for some samples.
-        many: elements drawn for more samples, including the first ones.
+        few, many: elements drawn for some samples, and for more samples including these.
         times: ratio of the sample counts; None if samples have different sizes, in which case more samples must draw
             more elements.
     """
@@ -294,10 +285,7 @@ def _extremes(operator: str, args: Any, kwargs: Any, result: Tensor) -> tuple[fl
 
 
 class ModuleMasks:
-    """Masks that modules outside torch draw for a batch: recorded for the whole batch, and sliced for parts.
-
-    These modules stay in training mode. The first use records, and must be on the whole batch.
-    """
+    """Masks that modules outside torch draw for a batch: recorded in the first use, and sliced for parts."""
 
     def __init__(self, model: nn.Module, samples: int) -> None:
         self._model, self._samples = model, samples
@@ -306,11 +294,7 @@ class ModuleMasks:
 
     @contextlib.contextmanager
     def of(self, first: int, samples: int) -> Iterator[None]:
-        """Use the recorded masks of a range of samples inside the context.
-
-        Raises:
-            UnmatchedMasks: a mask does not belong to single samples.
-        """
+        """Use the recorded masks of a range of samples inside the context; `UnmatchedMasks` for a shared mask."""
         if not self._own:
             yield
             return

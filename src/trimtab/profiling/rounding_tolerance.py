@@ -27,9 +27,7 @@ _PART = 2**20  # Largest number of elements whose signs are drawn at a time.
 class Difference:
     """The tensor with the largest difference relative to its tolerance.
 
-    Args:
-        ratio: norm of the difference divided by the tolerance; above 1, it exceeds rounding.
-        relative: norm of the difference divided by the norm of the expected tensor.
+    `ratio` is relative to the tolerance (above 1, it exceeds rounding), `relative` to the norm of the expected tensor.
     """
 
     name: str
@@ -57,8 +55,7 @@ def finite_norms(tensors: Named) -> Norms:
 def distances(left: Named, right: Named) -> Norms:
     """Return the 2-norm of `left - right` by name; infinite for a missing tensor or another shape.
 
-    Equal infinities, and NaN at the same place, do not count as a difference. A single pair at a time is moved to one
-    device.
+    Equal infinities, and NaN at the same place, do not count as a difference.
     """
     same = [name for name, each in left.items() if name in right and each.shape == right[name].shape]
     found = _numbers({name: _norm(_difference(left[name], right[name])) for name in same})
@@ -114,9 +111,7 @@ def _ratio(error: float, limit: float) -> float:
 def last_bits_moved(model: nn.Module, seed: int, epsilon: float = 0.0) -> Iterator[None]:
     """Perturb all parameters by about their last bit, randomly up or down, inside the context.
 
-    Args:
-        seed: seed of the perturbation; the process's generators are not used.
-        epsilon: relative size of the perturbation; 0: the machine epsilon of each parameter's dtype.
+    `epsilon` is the relative size of the perturbation; 0 for the machine epsilon of each parameter's dtype.
     """
     held: list[tuple[Tensor, Tensor]] = []
     try:
@@ -132,11 +127,7 @@ def last_bits_moved(model: nn.Module, seed: int, epsilon: float = 0.0) -> Iterat
 def move_last_bits(
     model: nn.Module, seed: int, epsilon: float = 0.0, hold: Callable[[Tensor], None] | None = None
 ) -> None:
-    """Perturb all parameters as `last_bits_moved` does; the caller restores them.
-
-    Args:
-        hold: called with each parameter's data before the perturbation.
-    """
+    """Perturb all parameters as `last_bits_moved` does; `hold` receives each parameter's data before."""
     generator = torch.Generator().manual_seed(seed)
     moved = set[tuple[object, ...]]()
     for parameter in model.parameters():

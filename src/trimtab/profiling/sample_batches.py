@@ -49,9 +49,6 @@ def draw_some(subject: TrainingLoop, data: Iterable[Any], notes: Notes) -> Sampl
     """Draw a few consecutive batches and restore the data. Iterators and other one-shot data are skipped.
 
     The first batch is drawn before the clock starts, because opening files and starting workers takes time.
-
-    Raises:
-        BatchError: the data are not iterable.
     """
     reason: str | Exception = one_shot(data)
     if not reason:
@@ -84,8 +81,7 @@ def loader_of(loader_or_batch: Any) -> Iterable[Any] | None:
 def first_batch(loader: Iterable[Any]) -> Any:
     """Return the first batch of a loader, which the next epoch will yield again.
 
-    Raises:
-        ValueGivenError: the loader contains an iterator, or is empty.
+    `ValueGivenError` if the loader contains an iterator, or is empty.
     """
     if reason := one_shot(loader):
         raise ValueGivenError(
@@ -117,12 +113,9 @@ def one_shot(data: Any) -> str:
 
 
 def require_restorable(data: Any) -> None:
-    """Raise if short trainings would silently consume data.
+    """Raise `ValueGivenError` for data that contain an iterator: short trainings would silently consume them.
 
     Iterators are accepted, because they are documented to advance.
-
-    Raises:
-        ValueGivenError: data that contain an iterator, without being an iterator.
     """
     if not isinstance(data, Iterator) and (reason := one_shot(data)):
         raise ValueGivenError(

@@ -41,9 +41,8 @@ def can_fork() -> bool:
 def end_of(function: Callable[[], object], patience_s: float = _PATIENCE_S) -> str:
     """Run a function on the CPU in a forked child and return its outcome: DONE, RAISED, LATE or the name of a signal.
 
-    The child starts with a copy of the memory, so nothing is transferred and changes are discarded. The function runs
-    in a single thread, because fork does not copy other threads. LATE is also returned if the process cannot be
-    forked.
+    The child starts with a copy of the memory, and changes are discarded. The function runs in a single thread, because
+    fork does not copy other threads. LATE is also returned if the process cannot be forked.
     """
     child, end = 0, time.monotonic() + patience_s
     try:
@@ -94,10 +93,7 @@ def _run_and_exit(function: Callable[[], object]) -> None:
 class CrashTest:
     """Finds kernels that end the process: runs forward and backward of a few samples in a forked child.
 
-    Results are cached by kernels. After a timeout, no further candidates are tested.
-
-    Args:
-        incumbent: best candidate so far; if its own test does not succeed, no candidate is tested.
+    Results are cached by kernels. After a timeout, or if the incumbent's own test fails, no candidate is tested.
     """
 
     def __init__(self, subject: TrainingLoop, incumbent: Candidate) -> None:

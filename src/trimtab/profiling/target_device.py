@@ -58,7 +58,6 @@ def trace_blocks(
     Args:
         batch: a batch of 3 or more samples, on the CPU or the meta device.
         named: names of the blocks, instead of those found in the module tree.
-        splits: True if the batch may be split.
     """
     try:
         with apply_candidate(model, optimizer, candidate), FakeCudaMode():

@@ -50,8 +50,6 @@ class TrainingLoop:
     """A training loop to be measured.
 
     Args:
-        optimizer: the model's optimizer.
-        loss_fn: the loss function; wrapped by `protect_batch`, so that it cannot change the batch.
         batch: data of an optimizer step; the longest batch, if lengths vary.
         clip_norm: gradient-norm limit of the user's loop, or None.
         adapts_batch_size: True if windows may span several batches, so that accumulated gradients are held during a
@@ -63,8 +61,7 @@ class TrainingLoop:
         second: a different batch of the loop's data with an equal number of samples, as a second example for proofs.
 
     Raises:
-        ModelError, OptimizerError, BatchError, ValueGivenError: the objects do not fit together, or cannot be
-            measured.
+        ModelError, OptimizerError, BatchError, ValueGivenError: the objects do not fit together, or cannot be measured.
         LoopError: a run holds the model, so no trial can start.
     """
 
@@ -124,11 +121,7 @@ class TrainingLoop:
         return reading.reason if reading.samples is None else ""
 
     def first(self, number: int) -> TrainingLoop:
-        """Return the subject with the first samples of its batch.
-
-        Raises:
-            BatchError: the batch cannot be split.
-        """
+        """Return the loop with the first samples of its batch; `BatchError` if the batch cannot be split."""
         if number >= self.rows:
             return self
         batch, second = (
@@ -139,12 +132,7 @@ class TrainingLoop:
 
     @functools.cached_property
     def blocks(self) -> BlockGraph:
-        """Blocks of the model that run once per forward, with their links.
-
-        Raises:
-            ModelError: the forward cannot be traced.
-            ValueGivenError: named modules are not such blocks.
-        """
+        """Blocks of the model that run once per forward, with their links. Errors are those of `blocks_of`."""
         return blocks_of(self.model, self.loss_fn, to_device(self.batch, self.device), self.named_blocks)
 
     def start(self, candidate: Candidate) -> Run:
@@ -177,8 +165,7 @@ class TrainingLoop:
     def loss(self, batch: Any | None = None, precision: str = "fp32") -> tuple[Tensor, Count | None]:
         """Return (loss, count or None) of a batch on the model's device; the forward uses the precision's autocast.
 
-        Raises:
-            LossError: the loss function raised, or the result is not a loss.
+        `LossError` if the loss function raises, or the result is not a loss.
         """
         is_part = batch is not None
         batch = to_device(self.batch if batch is None else batch, self.device)
@@ -201,12 +188,13 @@ class TrainingLoop:
     def state(self, *, peak_bytes: int | None = None) -> LoopState:
         """Return a snapshot of everything that a step can change, as a context manager that restores it.
 
-        Objects that the loss function refers to are included. For example, a loss may keep a recurrent hidden state
-        from batch to batch; after a bf16 trial this state would be bf16, and the next trial would start from it.
+        Objects that the loss function refers to are included, such as a recurrent hidden state that a loss keeps:
+        after a bf16 trial this state would be bf16, and the next trial would start from it.
 
         Args:
-            peak_bytes: expected peak of GPU memory in bytes while the snapshot exists. Copies stay on the GPU if they
-                fit in addition to it; None stores them on the CPU.
+            peak_bytes: expected peak of GPU memory while the snapshot exists. Copies stay on the GPU if they fit in
+            addition
+                to it; None stores them on the CPU.
         """
         return LoopState(self.trained, self.optimizer, loss_fn=self.loss_fn, peak_bytes=peak_bytes)
 
@@ -232,7 +220,7 @@ def one_at_a_time(function: Callable[P, R]) -> Callable[P, R]:
     """Decorate a planning function so that concurrent calls run sequentially.
 
     Random generators, fp32 modes, the allocator's mode, `torch.compile`'s stance and garbage collection are
-    process-wide. Concurrent measurements would restore and time each other.
+    process-wide.
     """
 
     @functools.wraps(function)

@@ -72,13 +72,8 @@ def range_test(
 ) -> tuple[RatePoint, ...]:
     """Return loss and gradient norm at learning rates from 1 to `widest` times the user's own; state is restored.
 
-    Args:
-        batches: training batches; the test ends early with fewer than `num_steps`. A loader is restored by
-            `draw_and_restore_data`.
-
-    Raises:
-        ValueGivenError: there are no batches.
-        BatchError: the data are not iterable.
+    The test ends early with fewer than `num_steps` batches; `ValueGivenError` if there are none. A loader is restored
+    by `draw_and_restore_data`.
     """
     points: list[RatePoint] = []
     optimizer = subject.optimizer
@@ -134,14 +129,10 @@ def short_race(
     batches, if there are few) and random seeds. Within a pair, both plans use the same batches and seed.
 
     Args:
-        batches: training batches; repeated if they run out. A loader is restored by `draw_and_restore_data`.
+        batches: training batches; repeated if they run out. `ValueGivenError` if there are too few.
         by_unseen: True to compare the loss of each batch in evaluation mode before training on it, for settings that
             change the training loss itself. No training repeats data then.
         same_step: True to assume equal step times, so that only samples are compared.
-
-    Raises:
-        ValueGivenError: there are too few batches.
-        BatchError: the data are not iterable.
     """
     pairs: list[ShortPair] = []
     with (
@@ -242,8 +233,7 @@ class RunLength:
 def tunable_settings(adapt: str | Collection[str] | None, data: Iterable[Any] | None) -> frozenset[str]:
     """Return the names of the settings that may be tuned.
 
-    Raises:
-        ValueGivenError: an unknown name, missing training batches, or "schedule" without "learning_rate".
+    `ValueGivenError` for an unknown name, missing training batches, or "schedule" without "learning_rate".
     """
     names = (adapt,) if isinstance(adapt, str) or not isinstance(adapt, Collection) else tuple(adapt)
     freed = frozenset(validation.one_of("adapt", name, ADAPTATIONS) for name in names if name is not None)
@@ -263,8 +253,7 @@ def tunable_settings(adapt: str | Collection[str] | None, data: Iterable[Any] | 
 def batch_rule_of(is_freed: bool, rule: BatchRule | None) -> BatchRule | None:
     """Return the batch rule, given or default; None if the batch size is constant.
 
-    Raises:
-        ValueGivenError: not a batch rule, or a rule that changes the batch size without adapt="batch".
+    `ValueGivenError` if it is no batch rule, or changes the batch size without adapt="batch".
     """
     found: BatchRule | None = validation.dataclass_or("batch_rule", rule, BatchRule, BatchRule() if is_freed else None)
     if found is not None and not is_freed and not found.only_measures:
@@ -297,11 +286,7 @@ def require_rate(freed: Collection[str]) -> None:
 def require_adaptable(
     freed: frozenset[str], model: nn.Module, optimizer: torch.optim.Optimizer, *, is_alone: bool
 ) -> None:
-    """Raise `UsageError` if a setting cannot be tuned for this model, optimizer and number of ranks.
-
-    Args:
-        is_alone: True if this process is the only rank.
-    """
+    """Raise an error if a setting cannot be tuned for this model and optimizer, or on one of several ranks."""
     if (raced := sorted(freed & RACED)) and not is_alone:
         raise ValueGivenError(
             "adapt",
@@ -343,10 +328,7 @@ def tune_plan(
 
     The settings are tried in this order, each with the choices made before: no dropout (paired runs), a peak learning
     rate (range test), the shape of the schedule, and Muon (both paired runs; Muon with a range test for itself if the
-    rate may be tuned).
-
-    Args:
-        budget: limits per step, which slower settings must meet too.
+    rate may be tuned). Slower settings must also meet the limits of `budget`.
 
     Raises:
         ModelError, OptimizerError: Muon has no matrices to step.
@@ -385,8 +367,7 @@ def find_rate(
 def _divides_by_size(optimizer: torch.optim.Optimizer) -> bool:
     """Return True if the optimizer's step length is independent of the gradient scale.
 
-    Clipping then only shortens rare large steps. False if weight decay is added to the clipped gradients, because
-    clipping would raise the relative weight of the decay.
+    Clipping then only shortens rare large steps. Weight decay that is added to the clipped gradients would gain weight.
     """
     if not isinstance(optimizer, _SCALE_FREE):
         return False

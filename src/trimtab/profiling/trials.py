@@ -68,8 +68,7 @@ class UntrainableCandidate(Exception):
 def step_until_applied(run: Run, subject: TrainingLoop) -> None:
     """Step until the optimizer has stepped: once, or in fp16 until a loss scale is found.
 
-    Raises:
-        UntrainableCandidate: the loss is NaN or infinite, or gradients overflow at every scale.
+    `UntrainableCandidate` if the loss is NaN or infinite, or gradients overflow at every scale.
     """
     for _ in range(_MOST_SCALES):
         if run.applied_steps > 0:
@@ -110,11 +109,7 @@ class _TrialArm:
 
 @dataclass(frozen=True)
 class TrialPower:
-    """Power measurement of trials.
-
-    Args:
-        is_asked: True if energy is weighted or limited; otherwise candidates of a final get a single window each.
-    """
+    """Power measurement of trials; `is_asked` if energy is weighted or limited, else only finals get a window each."""
 
     meter: Meter
     is_asked: bool
@@ -127,10 +122,7 @@ class TrialPower:
         return MIN_PAIRS_FOR_VERDICT if self.is_asked and decides else 1
 
     def read(self, subject: TrainingLoop, arms: Sequence[_TrialArm], start: LoopState, num_windows: int) -> None:
-        """Add the watts of each arm, in alternating order; an arm with a missing reading gets none.
-
-        An arm whose step raises records the error and is not run again.
-        """
+        """Add the watts of each arm, in alternating order; an arm that fails or lacks a reading gets none."""
         for lap in range(num_windows):
             for arm in [arm for arm in arms if arm.error is None][:: 1 if lap % 2 == 0 else -1]:
                 start.restore()
@@ -423,10 +415,7 @@ def _time_block(subject: TrainingLoop, stage: SearchPhase, candidate: Candidate,
 
 
 def timer(candidate: Candidate) -> Callable[[Callable[[], object], torch.device], float]:
-    """Return the timing function for a candidate's steps.
-
-    With kept freed memory, a step in which the heap grew does not count.
-    """
+    """Return the timing function for steps: with kept freed memory, a step in which the heap grew does not count."""
     return time_settled if candidate.allocator == "retain" else time_call
 
 
