@@ -225,21 +225,18 @@ def _check(subject: TrainingLoop, start: LoopState) -> SplitCheck:
         if shared is None:
             reason = "the random numbers drawn in a forward could not be counted, and samples may share some of them"
             return _refused("split.random", reason)
-        if (other := _second_batch(subject)) is not None:
+        samples = min(subject.rows, max(_OTHER_ROWS, subject.rows // 4))
+        other: TrainingLoop | None = None
+        if subject.second is not None:
+            other = replace(subject, batch=subject.second, example=None).first(samples)
+        elif (values := other_values(subject.batch, subject.rows, samples, subject.batching)) is not None:
+            other = replace(subject, batch=values, example=None)
+        if other is not None:
             second = _proof(other, list(_unequal_split(other)))
             if isinstance(second, SplitCheck) and second.code in _DIFFERS:
                 return replace(second, reason=f"{second.reason} (found on a second batch with other values)")
     reason = f"an unequal split changes no parameter's gradient by more than {difference:.1e} (limit {TOLERANCE:g})"
     return SplitCheck(True, reason, difference, code="split.proved")
-
-
-def _second_batch(subject: TrainingLoop) -> TrainingLoop | None:
-    """Return the loop with a smaller batch of other values, or None if none can be made."""
-    samples = min(subject.rows, max(_OTHER_ROWS, subject.rows // 4))
-    if subject.second is not None:
-        return replace(subject, batch=subject.second, example=None).first(samples)
-    other = other_values(subject.batch, subject.rows, samples, subject.batching)
-    return None if other is None else replace(subject, batch=other, example=None)
 
 
 def _watched(subject: TrainingLoop) -> LoopState:
@@ -280,7 +277,15 @@ def _state_refusal(subject: TrainingLoop, precision: str, start: LoopState) -> S
     if refusal := _batch_statistics(model, changed):
         return refusal
     repeats = _changes_again(subject, start)
-    return None if repeats == [] else _changes_refusal(repeats or changed)
+    if repeats == []:
+        return None
+    paths = [change.path for change in repeats or changed]
+    named = ", ".join(paths[:3]) + (f" and {len(paths) - 3} more" if len(paths) > 3 else "")
+    return _refused(
+        "split.state_changes",
+        f"each forward changes {named}, and micro-batches would change this state several times per step. If the "
+        "state is only a log, return (loss, {name: value}) from the loss function and log the value outside",
+    )
 
 
 def _changes_again(subject: TrainingLoop, start: LoopState) -> list[StateChange] | None:
@@ -325,16 +330,6 @@ def _batch_statistics(model: nn.Module, changed: Sequence[StateChange]) -> Split
         f"the loss function runs a network that normalises over the batch and updates {others[0]}, and micro-batches "
         "would have other batch statistics. Run that network outside of the loss function, and pass its output in the "
         "batch",
-    )
-
-
-def _changes_refusal(changed: Sequence[StateChange]) -> SplitCheck:
-    paths = [change.path for change in changed]
-    named = ", ".join(paths[:3]) + (f" and {len(paths) - 3} more" if len(paths) > 3 else "")
-    return _refused(
-        "split.state_changes",
-        f"each forward changes {named}, and micro-batches would change this state several times per step. If the "
-        "state is only a log, return (loss, {name: value}) from the loss function and log the value outside",
     )
 
 
@@ -435,21 +430,15 @@ def _within(subject: TrainingLoop, whole: Gradients, sizes: Norms, other: Gradie
     apart, everything = distances(whole, other), total(sizes)
     allowed = {name: TOLERANCE * size + _SMALLEST * everything for name, size in sizes.items()}
     found = largest_difference(apart, allowed, sizes)
-    if found.is_rounding or not _near_zero(apart, allowed, everything):
+    # A gradient near zero has a tolerance near zero, which rounding alone can exceed; such a difference is still tiny
+    # relative to the gradient of all parameters.
+    exceeding = [error for name, error in apart.items() if error > allowed[name]]
+    if found.is_rounding or any(error > 2 * _MOST_ROUNDING * everything for error in exceeding):
         return found
     with last_bits_moved(subject.trained, seed=0):
         moved = distances(whole, _gradient(subject, [(subject.batch, subject.rows)], masks))
     explained = {name: min(_TIMES_ROUNDING * moved[name], _MOST_ROUNDING * everything) for name in allowed}
     return largest_difference(apart, {name: allowed[name] + explained[name] for name in allowed}, sizes)
-
-
-def _near_zero(apart: Norms, allowed: Norms, everything: float) -> bool:
-    """Return True if rounding could explain every difference that exceeds its tolerance.
-
-    A gradient near zero has a tolerance near zero, which rounding alone can exceed; such a difference is still tiny
-    relative to the gradient of all parameters.
-    """
-    return all(error <= 2 * _MOST_ROUNDING * everything for name, error in apart.items() if error > allowed[name])
 
 
 def _cause(

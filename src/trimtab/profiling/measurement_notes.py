@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from trimtab.core.choice import Note
-from trimtab.core.errors import LossError, ModelError, TrimtabError
+from trimtab.core.errors import LossError, TrimtabError
 from trimtab.plans.profile import OUT_OF_MEMORY
 from trimtab.training.loop_warnings import graph_used
 from trimtab.training.out_of_memory import is_out_of_memory
@@ -79,18 +79,6 @@ def loss_failed(error: Exception) -> LossError:
         f"({describe(error)}).",
         hint="Run loss_fn(model, batch).backward() yourself, and correct the model, the loss function or the batch.",
         code="loss.failed",
-    )
-
-
-def planning_failed(error: Exception) -> ModelError:
-    """Return the error for a loop that planning fails on for an unknown cause."""
-    return ModelError(
-        "plan",
-        got=describe(error),
-        expected="a loop that can be measured",
-        problem=f"Planning failed with an unexpected error ({describe(error)}), whose traceback is shown above.",
-        hint="Start a plan with your own settings instead: trimtab.Plan.fixed(batch_size).",
-        code="planning.failed",
     )
 
 

@@ -45,7 +45,6 @@ from trimtab.profiling.measurement_notes import (
     CallbackError,
     Notes,
     describe,
-    planning_failed,
     progress_with_callback_errors,
     report_not_restorable,
 )
@@ -191,7 +190,14 @@ def _with_typed_errors(function: Callable[P, R]) -> Callable[P, R]:
         except TrimtabError:
             raise
         except Exception as error:
-            raise planning_failed(error) from error
+            raise ModelError(
+                "plan",
+                got=(got := describe(error)),
+                expected="a loop that can be measured",
+                problem=f"Planning failed with an unexpected error ({got}), whose traceback is shown above.",
+                hint="Start a plan with your own settings instead: trimtab.Plan.fixed(batch_size).",
+                code="planning.failed",
+            ) from error
 
     return typed
 
@@ -408,28 +414,24 @@ def measure_phases(subject: TrainingLoop, candidate: Candidate) -> tuple[dict[st
         subject.step(run)
         clock, faults, steps = PhaseClock(subject.device), [timing.num_faults()], 0
         while steps == 0 or (steps < _PHASE_STEPS and sum(clock.seconds.values()) * (1 + 1 / steps) <= _PHASES_S):
-            _phased_step(run, subject, clock)
+            micros = iter(run.window(subject.batch))
+            while True:
+                with clock.phase("slicing"):
+                    micro = next(micros, None)
+                if micro is None:
+                    break
+                with clock.phase("forward"), run.autocast():
+                    result = subject.loss_fn(run.model, micro)
+                with clock.phase("backward"):
+                    run.backward(result)
+            with clock.phase("optimizer"):
+                run.step()
             faults.append(timing.num_faults())
             steps += 1
     phases = {name: seconds / steps for name, seconds in clock.seconds.items()}
     # The median, because the first step may still fault in memory that later steps keep.
     each = [after - before for before, after in itertools.pairwise(faults) if after is not None and before is not None]
     return phases, statistics.median(each) if each else None
-
-
-def _phased_step(run: Any, subject: TrainingLoop, clock: PhaseClock) -> None:
-    micros = iter(run.window(subject.batch))
-    while True:
-        with clock.phase("slicing"):
-            micro = next(micros, None)
-        if micro is None:
-            break
-        with clock.phase("forward"), run.autocast():
-            result = subject.loss_fn(run.model, micro)
-        with clock.phase("backward"):
-            run.backward(result)
-    with clock.phase("optimizer"):
-        run.step()
 
 
 def _facts(subject: TrainingLoop, precision: str, notes: Notes, hooks: tuple[GradientHook, ...]) -> LoopFacts:

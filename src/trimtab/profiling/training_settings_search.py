@@ -77,10 +77,12 @@ def range_test(
     """
     points: list[RatePoint] = []
     optimizer = subject.optimizer
+    if plan.clip_norm.value is None:  # A run computes gradient norms only for clipping; this limit never clips.
+        plan = plan.having(clip_norm=replace(plan.clip_norm, value=_NO_LIMIT))
     with (
         draw_and_restore_data(batches) as lent,
         unchanged_by(own_loss(subject.loss_fn), subject.trained, optimizer),
-        subject.start_plan(_with_norms(plan)) as run,
+        subject.start_plan(plan) as run,
     ):
         for index, batch in zip(range(num_steps), iterate("data", lent), strict=False):
             scale = widest ** (index / (num_steps - 1))
@@ -101,13 +103,6 @@ def range_test(
             code="data.too_few_batches",
         )
     return tuple(points)
-
-
-def _with_norms(plan: Plan) -> Plan:
-    """Return a plan that computes gradient norms: a run computes them only for clipping, and this limit never clips."""
-    if plan.clip_norm.value is not None:
-        return plan
-    return plan.having(clip_norm=replace(plan.clip_norm, value=_NO_LIMIT))
 
 
 def short_race(
@@ -143,7 +138,15 @@ def short_race(
         for index in range(num_pairs):
             data = list(itertools.islice(drawn, num_steps))
             if len(data) < num_steps:
-                raise _too_few_batches(len(data), num_steps, f"pair {index + 1} of {num_pairs}")
+                raise ValueGivenError(
+                    "data",
+                    got=f"{len(data)} batches",
+                    expected=f"at least {num_steps} batches",
+                    problem=f"data yielded {len(data)} batches for pair {index + 1} of {num_pairs}, but each pair of "
+                    f"short trainings takes {num_steps}.",
+                    hint=f"Pass a loader (not an iterator) with at least {num_steps} batches per epoch.",
+                    code="data.too_few_batches",
+                )
             if index:
                 # Few batches, never shuffled by the loader, would come in the same order in each pair.
                 random.Random(index).shuffle(data)
@@ -161,17 +164,6 @@ def short_race(
             again = run("the current plan, repeated", stands, num_pairs + index)
             pairs.append(ShortPair(pair.stands, pair.rival, again))
     return tuple(pairs)
-
-
-def _too_few_batches(number: int, wanted: int, pair: str) -> ValueGivenError:
-    return ValueGivenError(
-        "data",
-        got=f"{number} batches",
-        expected=f"at least {wanted} batches",
-        problem=f"data yielded {number} batches for {pair}, but each pair of short trainings takes {wanted}.",
-        hint=f"Pass a loader (not an iterator) with at least {wanted} batches per epoch.",
-        code="data.too_few_batches",
-    )
 
 
 def _train(subject: TrainingLoop, plan: Plan, data: list[Any], *, by_unseen: bool) -> ShortRun:
@@ -246,7 +238,16 @@ def tunable_settings(adapt: str | Collection[str] | None, data: Iterable[Any] | 
             hint="Pass the training loader: trimtab.plan(..., data=loader).",
             code="adapt.needs_data",
         )
-    require_rate(freed)
+    if "schedule" in freed and "learning_rate" not in freed:
+        raise ValueGivenError(
+            "adapt",
+            got='"schedule" without "learning_rate"',
+            expected="both or neither",
+            problem='adapt contains "schedule" without "learning_rate", but a planned schedule scales the planned '
+            "peak learning rate.",
+            hint='Pass adapt=("learning_rate", "schedule"), or remove "schedule" to keep your own scheduler.',
+            code="adapt.schedule_without_rate",
+        )
     return freed
 
 
@@ -267,20 +268,6 @@ def batch_rule_of(is_freed: bool, rule: BatchRule | None) -> BatchRule | None:
             code="batch_rule.needs_adapt",
         )
     return found
-
-
-def require_rate(freed: Collection[str]) -> None:
-    """Raise if the schedule may be tuned but not the learning rate: a plan's schedule scales the plan's peak rate."""
-    if "schedule" in freed and "learning_rate" not in freed:
-        raise ValueGivenError(
-            "adapt",
-            got='"schedule" without "learning_rate"',
-            expected="both or neither",
-            problem='adapt contains "schedule" without "learning_rate", but a planned schedule scales the planned '
-            "peak learning rate.",
-            hint='Pass adapt=("learning_rate", "schedule"), or remove "schedule" to keep your own scheduler.',
-            code="adapt.schedule_without_rate",
-        )
 
 
 def require_adaptable(
@@ -341,7 +328,9 @@ def tune_plan(
         base = _dropout_raced(subject, base, data, progress, length.passes, budget)
     stands = find_rate(subject, base, data, progress, length.steps) if by_range else base
     if "schedule" in freed and stands.schedule.value != "user":
-        stands = _schedule_raced(subject, stands, data, progress)
+        begin, rival = time.perf_counter(), stands.having(schedule=_LINEAR)
+        verdict = judge_rival(short_race(subject, stands, rival, data, progress, same_step=True), "a linear decay")
+        stands = adapt_schedule(stands, rival, verdict, time.perf_counter() - begin)
     if "optimizer" not in freed:
         return stands
     begin = time.perf_counter()
@@ -374,14 +363,6 @@ def _divides_by_size(optimizer: torch.optim.Optimizer) -> bool:
     return isinstance(optimizer, torch.optim.AdamW) or not any(
         group.get("weight_decay") and not group.get("decoupled_weight_decay") for group in optimizer.param_groups
     )
-
-
-def _schedule_raced(subject: TrainingLoop, stands: Plan, data: Iterable[Any], progress: Say) -> Plan:
-    """Return the plan with the better of its schedule and a linear decay, from paired runs."""
-    begin = time.perf_counter()
-    rival = stands.having(schedule=_LINEAR)
-    pairs = short_race(subject, stands, rival, data, progress, same_step=True)
-    return adapt_schedule(stands, rival, judge_rival(pairs, "a linear decay"), time.perf_counter() - begin)
 
 
 def _dropout_raced(

@@ -401,9 +401,16 @@ def _promised(arms: Sequence[_TrialArm], running: Sequence[_TrialArm]) -> float 
 def _time_block(subject: TrainingLoop, stage: SearchPhase, candidate: Candidate, steps: int) -> float:
     with subject.start(candidate) as run:
         if stage.name == ALONE:
-            return _time_optimizer(subject, steps)
-        # Freed memory has to be requested again.
-        if steps > 1 or subject.device.type == "cuda" or _needs_a_lead(stage):
+            for parameter in subject.trained.parameters():
+                if parameter.requires_grad:
+                    parameter.grad = torch.full_like(parameter, 1e-3)
+            subject.optimizer.step()
+            return time_call(subject.optimizer.step, subject.device, max(3, steps))
+        # An arm that keeps freed memory must first request the memory that another block returned, and fp16 must first
+        # find its loss scale. If only those arms were warmed up, the first step would decide in their favour.
+        is_mixed = len({each.allocator for each in stage.candidates}) > 1
+        needs_lead = is_mixed or any(each.precision == "fp16" for each in stage.candidates)
+        if steps > 1 or subject.device.type == "cuda" or needs_lead:
             step_until_applied(run, subject)
         # Every run captures CUDA graphs again.
         for _ in range(max(steps_to_launch(each.compiled) for each in stage.candidates)):
@@ -417,24 +424,6 @@ def _time_block(subject: TrainingLoop, stage: SearchPhase, candidate: Candidate,
 def timer(candidate: Candidate) -> Callable[[Callable[[], object], torch.device], float]:
     """Return the timing function for steps: with kept freed memory, a step in which the heap grew does not count."""
     return time_settled if candidate.allocator == "retain" else time_call
-
-
-def _needs_a_lead(stage: SearchPhase) -> bool:
-    """Return True if each block needs an untimed first step, for all arms alike.
-
-    An arm that keeps freed memory must first request the memory that another block returned, and fp16 must first find
-    its loss scale. If only those arms were warmed up, the first step would decide in their favour.
-    """
-    allocators = {candidate.allocator for candidate in stage.candidates}
-    return len(allocators) > 1 or any(candidate.precision == "fp16" for candidate in stage.candidates)
-
-
-def _time_optimizer(subject: TrainingLoop, steps: int) -> float:
-    for parameter in subject.trained.parameters():
-        if parameter.requires_grad:
-            parameter.grad = torch.full_like(parameter, 1e-3)
-    subject.optimizer.step()
-    return time_call(subject.optimizer.step, subject.device, max(3, steps))
 
 
 def _trial(stage: SearchPhase, arm: _TrialArm, incumbent_s: float) -> Trial:
