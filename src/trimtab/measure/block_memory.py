@@ -184,7 +184,6 @@ class _Pass:
         self.taken: dict[OperatorCall, CallMemory] = {}  # workspaces, if they count
 
     def forward(self, model: nn.Module, loss_fn: LossFn, batch: Any, blocks: Sequence[str]) -> Tensor:
-        """Run the forward and return the mean loss."""
 
         def enter(_: str, args: Any, kwargs: Any) -> None:
             inputs = frozenset(self._storages.numbers_of((args, kwargs)))
@@ -204,7 +203,6 @@ class _Pass:
         return loss
 
     def backward(self, loss: Tensor) -> None:
-        """Run the backward."""
         # An implicit seed would be held by the backward to its end; allocating it here ends the forward.
         seed = torch.ones_like(loss)
         self.marks[-1].backward = self._now

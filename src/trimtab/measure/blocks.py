@@ -193,7 +193,6 @@ class _Watch(EagerDispatchMode):
 
     @contextlib.contextmanager
     def hooked(self, model: nn.Module, blocks: Sequence[str]) -> Iterator[None]:
-        """Record the blocks' calls inside the context."""
 
         def enter(name: str, args: Any, kwargs: Any) -> None:
             self._inside.append(len(self._calls))
@@ -214,7 +213,6 @@ class _Watch(EagerDispatchMode):
             whole.remove()
 
     def found(self) -> BlockGraph:
-        """Return the recorded blocks and links."""
         names = [call.name for call in self._calls]
         once = [index for index, name in enumerate(names) if names.count(name) == 1]
         links = tuple(self._is_linked(before, after) for before, after in itertools.pairwise(once))

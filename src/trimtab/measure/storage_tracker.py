@@ -41,8 +41,6 @@ class WorkspaceTooLarge(ModelError):
 
 @dataclass(frozen=True)
 class _Like:
-    """Shape, strides and dtype of a tensor."""
-
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: torch.dtype
@@ -146,7 +144,6 @@ def _size(call: OperatorCall) -> int:
 
 
 def _beyond_results(function: Callable[[], Any]) -> int:
-    """Return the peak bytes of a call, minus the bytes of its results."""
     held: list[Any] = []
     growth = peak_growth(lambda: held.append(function()))
     return max(0, growth - storage_bytes(t for t in tree_iter(held) if isinstance(t, Tensor)))
@@ -259,6 +256,5 @@ class StorageTracker(EagerDispatchMode):
 
 @functools.cache
 def _is_view(operator: Any) -> bool:
-    """Return True for an operator that returns a view."""
     returned = [value.alias_info for value in operator._schema.returns]
     return any(alias is not None and not alias.is_write for alias in returned)

@@ -107,7 +107,6 @@ def _differing(subject: TrainingLoop, before: Gradients, own: Gradients, again: 
 
 
 def _norm(gradient: Tensor, other: Tensor | None = None) -> float:
-    """Return the norm of a gradient, or of its difference from another."""
     found = gradient if other is None else other - gradient
     dense = found.coalesce().values() if found.is_sparse else found
     return float(torch.linalg.vector_norm(dense, dtype=torch.float64))
@@ -137,7 +136,6 @@ def _moved_weights(subject: TrainingLoop) -> Iterator[None]:
 
 
 def _devices(subject: TrainingLoop) -> list[torch.device]:
-    """Return the devices with random generators in addition to the CPU's."""
     return [subject.device] if subject.device.type == "cuda" else []
 
 

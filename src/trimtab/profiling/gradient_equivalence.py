@@ -509,7 +509,6 @@ def _pass_on_memory(error: Exception) -> None:
 def _gradient(
     subject: TrainingLoop, pieces: Sequence[tuple[Any, int]], masks: ModuleMasks, first: int = 0
 ) -> Gradients:
-    """Return the accumulated gradient of pieces of the batch."""
     parameters = {name: p for name, p in subject.trained.named_parameters() if p.requires_grad}
     for parameter in parameters.values():
         parameter.grad = None

@@ -321,7 +321,6 @@ class _TwoSteps:
         _planned_steps(self.subject, self.candidate, self.batches, see)
 
     def copies(self, loop: _Loop) -> _Copies:
-        """Return host copies of a loop's results."""
         found: _Copies = {}
 
         def see(kind: str, tensors: Mapping[str, Tensor]) -> None:
@@ -436,13 +435,11 @@ class _Judge:
             known.update({name: max(rounding[kind].get(name, 0.0), size) for name, size in known.items()})
 
     def largest(self, apart: _Apart) -> Difference:
-        """Return the largest difference from another loop, relative to the tolerance."""
         gradients = largest_difference(apart["gradients"], self._allowed_of_gradients(), self._sizes)
         after = largest_difference(apart["state"], self._allowed_of_state(), self._moved)
         return max(replace(gradients, name=f"the gradient of {gradients.name}"), after, key=lambda each: each.ratio)
 
     def _allowed_of_gradients(self) -> Norms:
-        """Return the tolerance of each gradient."""
         least, allowed = _SMALLEST * total(self._sizes), self._tolerance.relative
         return {
             name: allowed * size + least + self._explained(self._rounding["gradients"][name], size, name)
@@ -450,7 +447,6 @@ class _Judge:
         }
 
     def _allowed_of_state(self) -> Norms:
-        """Return the tolerance of each parameter, buffer and tensor of optimizer state."""
         allowed: Norms = {}
         for name, moved in self._moved.items():
             rounding = 4 * self._epsilons.get(name, 0.0) * self._before.get(name, 0.0)
@@ -476,7 +472,6 @@ class _Judge:
 
 
 def _plain_steps(subject: TrainingLoop, batches: Sequence[Any], precision: str, pieces: int, see: _See) -> None:
-    """Train two steps in a plain loop."""
     optimizer, device = subject.optimizer, subject.device
     # Another scale than a run's initial one: a non-linear backward would compute other gradients with it.
     scaler = torch.amp.GradScaler(device.type, init_scale=_PLAIN_SCALE, enabled=precision == "fp16")
@@ -520,7 +515,6 @@ def _accumulate(subject: TrainingLoop, batch: Any, precision: str, pieces: int, 
 
 
 def _planned_steps(subject: TrainingLoop, candidate: Candidate, batches: Sequence[Any], see: _See) -> None:
-    """Train two steps in a run of the plan."""
     first, second = batches
     with subject.start(candidate) as run:
         for _ in range(_MOST_SCALES):

@@ -273,7 +273,6 @@ def profile_loop(
 
 
 def _require_measurable(model: nn.Module) -> None:
-    """Raise if a profiler session is active or a lazy module has not run."""
     if is_profiled():
         raise LoopError(
             "profiler",
@@ -310,7 +309,6 @@ class _Search:
     guard: CrashTest = field(init=False)
 
     def run(self, profile: Profile) -> Profile:
-        """Return the profile with phases, traces, trials and the proof of the plan."""
         phases, num_faults = self.notes.attempt(
             "phases.not_timed",
             "the phases of a step were not timed",

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import multiprocessing
 import os
 import signal
 import sys
-import time
 import warnings
 from collections.abc import Callable
 
@@ -25,7 +25,7 @@ from trimtab.plans.profile import Candidate
 from trimtab.profiling.training_loop import TrainingLoop
 
 DONE, RAISED, LATE = "done", "raised", "late"
-_PATIENCE_S, _LOOK_S = 10.0, 0.002
+_PATIENCE_S = 10.0
 _WORTH_S = 0.1  # Seconds per step; a hundred times less can be tolerated.
 _SHARE, _FEWEST = 32, 2  # A fraction of 1/32 of the samples, and at least 2 for batch statistics.
 _TRIES = 3
@@ -44,30 +44,22 @@ def end_of(function: Callable[[], object], patience_s: float = _PATIENCE_S) -> s
     The child starts with a copy of the memory, and changes are discarded. The function runs in a single thread, because
     fork does not copy other threads. LATE is also returned if the process cannot be forked.
     """
-    child, end = 0, time.monotonic() + patience_s
+    child = multiprocessing.get_context("fork").Process(target=_run_and_exit, args=(function,))
     try:
         with warnings.catch_warnings():
             # Fork warns of other threads, which the child does not use.
             warnings.simplefilter("ignore", DeprecationWarning)
-            child = os.fork()
-        if child == 0:
-            _run_and_exit(function)
-        while time.monotonic() < end:
-            ended, status = os.waitpid(child, os.WNOHANG)
-            if ended:
-                child = 0
-                if os.WIFSIGNALED(status):
-                    return signal.Signals(os.WTERMSIG(status)).name
-                return RAISED if status else DONE
-            time.sleep(_LOOK_S)
+            child.start()
+    except (OSError, AssertionError):  # No memory for a process, or this process is a daemon.
         return LATE
-    except OSError:  # No memory for a process, or other code has waited for the child.
+    child.join(patience_s)
+    if child.exitcode is None:
+        child.kill()
+        child.join()
         return LATE
-    finally:
-        if child > 0:
-            with contextlib.suppress(OSError):
-                os.kill(child, signal.SIGKILL)
-                os.waitpid(child, 0)
+    if child.exitcode < 0:
+        return signal.Signals(-child.exitcode).name
+    return RAISED if child.exitcode else DONE
 
 
 def _run_and_exit(function: Callable[[], object]) -> None:

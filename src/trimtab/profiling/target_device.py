@@ -207,7 +207,6 @@ def _facts(model: nn.Module, optimizer: torch.optim.Optimizer, loss_fn: LossFn, 
 
 
 def _of_rows(facts: LoopFacts, rows: int | None) -> LoopFacts:
-    """Return the facts scaled to a step of `rows` samples."""
     if rows is None or rows == facts.batch_size:
         return facts
     share = rows / facts.batch_size

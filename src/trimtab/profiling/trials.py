@@ -195,7 +195,6 @@ class _Blocks:
         return self.patient or blocks_s <= _PRICE * (1 - 1 / gain) * self.run_s
 
     def steps_of(self, arm: _TrialArm) -> int:
-        """Return an arm's steps per block; fewer for a far slower arm."""
         if not math.isfinite(arm.first_s) or arm.first_s <= _FAR_SLOWER * self.step_s:
             return self.steps
         return max(1, round(self.steps * self.step_s / arm.first_s))
@@ -292,7 +291,6 @@ def _with_optimizer_state(subject: TrainingLoop, arms: Sequence[_TrialArm], befo
 
 
 def _run_blocks(blocks: _Blocks, arms: Sequence[_TrialArm], running: Sequence[_TrialArm]) -> None:
-    """Run the blocks of all arms."""
     stage = blocks.stage
     done, last, doublings = 0, blocks.enough, 0
     draw, before = random.Random(0), None
@@ -361,7 +359,6 @@ def _warm_up(subject: TrainingLoop, arm: _TrialArm, *, measure_memory: bool, slo
 
 
 def _count_peak(run: Run, subject: TrainingLoop, arm: _TrialArm) -> None:
-    """Measure the peak memory of a step."""
     try:
         subject.optimizer.zero_grad(set_to_none=True)  # Gradients alive before the measurement would not be counted.
         # The step with the highest memory use is over two batches if windows may span several.
