@@ -32,7 +32,7 @@ class BlockMemoryTrace(NamedTuple):
     Attributes:
         first: Chain of a window's first micro-batch.
         later: Chain of a later micro-batch, whose gradients are added to existing ones.
-        forwards: Operators of each stage's forward, for the first micro-batch.
+        forwards: Operators of every stage's forward, for the first micro-batch.
         work: Operators of the complete forward and backward of the first micro-batch.
     """
 
@@ -59,7 +59,7 @@ def trace_stages(
     drops: bool = True,
     twice: bool = True,
 ) -> BlockMemoryTrace:
-    """Return the memory and operators of each block, and of the part after the last block.
+    """Return the memory and operators of every block, and of the part after the last block.
 
     Args:
         counts_scratch: True to add operator workspace, by running each operator that needs any once on real CPU
@@ -218,7 +218,7 @@ class _Pass:
         return len(self.seen.events)
 
     def _held(self) -> list[int]:
-        """Return the bytes held after each event.
+        """Return the bytes held after every event.
 
         A stage's input freed between the stage's end and the end of the forward counts as held until the latter:
         recomputing the stage would keep it in any case.
@@ -233,7 +233,7 @@ class _Pass:
         return [0, *itertools.accumulate(changes)]
 
     def _most(self) -> list[int]:
-        """Return the bytes held after each event, including operator workspace."""
+        """Return the bytes held after every event, including operator workspace."""
         held = self._held()
         scratch = [0] * len(held)
         for call, begin, end, _ in self.seen.calls:
@@ -300,7 +300,7 @@ class _Pass:
         return left
 
     def _indices(self, wanted: int) -> dict[int, int]:
-        """Return the event index of each storage's birth (`wanted` = 1) or death (-1)."""
+        """Return the event index of every storage's birth (`wanted` = 1) or death (-1)."""
         return {number: index for index, (number, sign) in enumerate(self.seen.events) if sign == wanted}
 
     def _size(self, numbers: Iterable[int]) -> int:

@@ -109,7 +109,7 @@ def hook_blocks(
     enter: Callable[[str, Any, Any], None],
     leave: Callable[[str, Any], None],
 ) -> Iterator[None]:
-    """Call `enter(name, args, kwargs)` before and `leave(name, result)` after each forward of a block."""
+    """Call `enter(name, args, kwargs)` before and `leave(name, result)` after every forward of a block."""
     with contextlib.ExitStack() as hooks:
         for name in blocks:
             block = model.get_submodule(name)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 def nonfinite_parameter(model: nn.Module) -> str | None:
     """Return the name of the first non-finite parameter, or None. Of a sharded parameter, only this shard is checked.
 
-    Synchronizes the device for each parameter, so it suits saves and ends of runs, not every step.
+    Synchronizes the device for every parameter, so it suits saves and ends of runs, not every step.
     """
     return first_nonfinite(model.named_parameters())
 

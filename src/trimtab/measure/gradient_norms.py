@@ -1,6 +1,6 @@
-"""Squared gradient norm of each micro-batch, without copying gradients (math: section 3).
+"""Squared gradient norm of every micro-batch, without copying gradients (math: section 3).
 
-A hook on each leaf receives the gradient of one backward before accumulation, once even for tied weights. The hook only
+A hook on each leaf receives a backward's gradient before accumulation, once even for tied weights. The hook only
 stores a reference. Norms are computed for a chunk of gradients in one batched call, because a norm per hook would
 launch a kernel per parameter. The scalars stay on the device and are read a window later.
 """
@@ -25,7 +25,7 @@ _HOOK = "set_all_reduce_hook"
 
 
 class _Norms:
-    """Sum of `||g||^2` over the gradients of each backward between `on` and `off`; `spent` is the overhead."""
+    """Sum of `||g||^2` over the gradients of every backward between `on` and `off`; `spent` is the overhead."""
 
     def __init__(self) -> None:
         self.spent = OverheadTimer()
@@ -57,7 +57,7 @@ class _Norms:
 
 
 class GradientNorms(_Norms):
-    """Sum of `||g||^2` for each backward while hooks are installed on parameters, which each `on` iterates again."""
+    """Sum of `||g||^2` for every backward while hooks are installed on parameters, which each `on` iterates again."""
 
     def __init__(self, parameters: Iterable[Tensor]) -> None:
         super().__init__()
@@ -216,7 +216,7 @@ def _hooked(module: Any, see: Callable[[Tensor], None]) -> Callable[[], None]:
 
 
 class PartialNorms(_Norms):
-    """`||S_j||^2` of the gradients accumulated after each backward, for this rank's shards or unsharded gradients."""
+    """`||S_j||^2` of the gradients accumulated after every backward, for this rank's shards or unsharded gradients."""
 
     def __init__(self, parameters: Iterable[Tensor]) -> None:
         super().__init__()
@@ -237,7 +237,7 @@ def is_shard(parameter: Tensor) -> bool:
 
 
 def has_replicas(parameter: Any) -> bool:
-    """Return True if a parameter's shards are replicated, or if some ranks hold no shard of it."""
+    """Return True if a parameter's shards are replicated, or if some ranks hold no shard."""
     mesh = getattr(parameter, "device_mesh", None)
     return mesh is not None and (mesh.ndim > 1 or mesh.size() != dist.get_world_size())
 

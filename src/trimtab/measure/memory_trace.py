@@ -148,7 +148,7 @@ def _traced(
     num_micro_batches: int = 1,
     prepare: Prepare = as_it_is,
 ) -> list[TracedStep]:
-    """Trace a step for each batch and autocast. All use the same copies, whose optimizer state is created once."""
+    """Trace a step for every batch and autocast. All use the same copies, whose optimizer state is created once."""
     fakes, steps, storages = FakeTensors(), list[TracedStep](), StorageTracker()
     try:
         model, optimizer = fakes.copy((model, optimizer))
@@ -241,7 +241,7 @@ class TracedStep:
         num_micro_batches: int,
         begin: Callable[..., object] = lambda *, last: None,
     ) -> None:
-        """Run the step; `begin` is called before each micro-batch with `last`, True for the last one."""
+        """Run the step; `begin` is called before every micro-batch with `last`, True for the last one."""
         for left in reversed(range(num_micro_batches)):
             begin(last=left == 0)
             self._micro_batch(loss_fn, batch, autocast)
@@ -285,7 +285,7 @@ class TracedStep:
         return found
 
     def _held(self, *, counts_scratch: bool) -> list[int]:
-        """Return the bytes held before the step and after each event, with operator workspace if it counts."""
+        """Return the bytes held before the step and after every event, with operator workspace if it counts."""
         sizes, events = list(self._storages.sizes), self._seen.events
         extra = [0] * (len(events) + 1)
         if counts_scratch:
@@ -308,7 +308,7 @@ class TracedStep:
     def again(self, phases: list[Phase]) -> list[Phase]:
         """Return forward and backward of a second micro-batch, derived from `by_phase` of the first.
 
-        The first micro-batch's gradients are held in addition, and each new gradient is freed when complete.
+        The first micro-batch's gradients are held in addition, and every new gradient is freed when complete.
         """
         (_, _), (forward, kinds), (backward, _), *_ = phases
         left = self.gradient_bytes

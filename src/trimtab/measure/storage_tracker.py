@@ -92,7 +92,7 @@ def name_of(operator: Any) -> str:
 
 
 def measure_calls(calls: Iterable[OperatorCall]) -> dict[OperatorCall, CallMemory]:
-    """Return the memory of each call. Only the tensors of a single call are allocated at a time.
+    """Return the memory of every call. Only the tensors of a single call are allocated at a time.
 
     `WorkspaceTooLarge` if the tensors of a call exceed `MOST_BYTES`. No call was run then.
     """
@@ -157,7 +157,7 @@ class StorageEvents:
         events: (storage number, +1 for birth or -1 for death), in order.
         calls: Operators that may need workspace: the call, number of events before it and before its end, and storage
             numbers of its results.
-        work: (precision, FLOP, bytes moved) of each operator, if `counts_work` is True.
+        work: (precision, FLOP, bytes moved) of every operator, if `counts_work` is True.
     """
 
     events: list[tuple[int, int]] = field(default_factory=list)
@@ -169,7 +169,7 @@ class StorageTracker(EagerDispatchMode):
     """Dispatch mode that numbers the storages returned by operators, and records when each is freed.
 
     Attributes:
-        sizes: Size of each storage in bytes, by number.
+        sizes: Size of every storage in bytes, by number.
         counts_work: True to record the work of operators.
         answers_ones: True to return 1 for a tensor value that is read: fake tensors have none, and 1 suits an
             optimizer's step counter.

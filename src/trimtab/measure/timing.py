@@ -85,7 +85,7 @@ def stamp(device: torch.device) -> torch.cuda.Event | None:
 
 @dataclass(frozen=True)
 class StepSeconds:
-    """Seconds of each loader batch but the last, of the window up to the end of the step, and for drawing batches."""
+    """Seconds of every loader batch but the last, of the window up to the end of the step, and for drawing batches."""
 
     batch_s: tuple[float, ...]
     window_s: float
@@ -233,9 +233,9 @@ def _probed_fraction(num_threads: int) -> float:
 
 @contextlib.contextmanager
 def loaded_machine_clock(device: torch.device) -> Iterator[float | None]:
-    """Time calls on a CPU by processor time, on as many threads as are free, while other processes load the machine.
+    """Time calls on a CPU by processor time, on the free threads, while other processes load the machine.
 
-    A thread that has to wait for a processor holds up all others at the end of each parallel operation, so that a step
+    A thread that has to wait for a processor holds up all others at the end of every parallel operation, so that a step
     takes many times its usual seconds. Yields the fraction of a processor per thread; None if the machine is idle, or
     for another device, where nothing changes.
     """
@@ -282,7 +282,7 @@ def least_seconds(function: Callable[[], object], device: torch.device) -> float
     """Return the least seconds of a call, repeated until the two shortest calls agree within a tenth.
 
     Other processes add time to a call and never remove time. A call that was interrupted once can take a thousand
-    times as long, so a single timing says nothing on a busy machine. Ends after a second, but not before three calls.
+    times as long, so a single timing is unreliable on a busy machine. Ends after a second, but not before three calls.
     """
     times: list[float] = []
     begin = time.perf_counter()
@@ -297,7 +297,7 @@ def least_seconds(function: Callable[[], object], device: torch.device) -> float
 
 
 class PhaseClock:
-    """Seconds by phase (data, forward, backward, optimizer), synchronized at each boundary.
+    """Seconds by phase (data, forward, backward, optimizer), synchronized at every boundary.
 
     The synchronization prevents overlap on an accelerator, so phases are measured separately from throughput.
     """

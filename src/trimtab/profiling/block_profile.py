@@ -44,7 +44,7 @@ _FORWARDS = 3  # Steps in which the forwards of blocks are timed against each ot
 def forward_seconds(
     step: Callable[[], object], model: nn.Module, blocks: Sequence[str], device: torch.device, *, steps: int = 5
 ) -> tuple[float, ...]:
-    """Return the median forward time of each block in seconds, after a warm-up step.
+    """Return the median forward time of every block in seconds, after a warm-up step.
 
     Blocks are timed inside a step, because alone they would find other cache contents. The device is not synchronized
     between blocks.
@@ -99,7 +99,7 @@ def line_through(points: Sequence[tuple[int, float]]) -> SecondsPerSample:
 def measure_seconds(
     subject: TrainingLoop, candidate: Candidate, schedules: Sequence[Schedule], *, splits: bool, forward_s: float
 ) -> tuple[float, list[SecondsPerSample]]:
-    """Return the seconds of a step without recomputation, and each schedule's extra seconds per micro-batch.
+    """Return the seconds of a step without recomputation, and every schedule's extra seconds per micro-batch.
 
     Args:
         schedules: recomputation of all blocks, then of all blocks in part.
@@ -127,7 +127,7 @@ def _turns(step_s: float) -> int:
 
 
 def _longer(subject: TrainingLoop, candidate: Candidate, schedules: Sequence[Schedule]) -> tuple[float, list[float]]:
-    """Return the seconds of a step that keeps all activations, and the extra seconds of each schedule."""
+    """Return the seconds of a step that keeps all activations, and the extra seconds of every schedule."""
     names = subject.blocks.names
     with subject.start(candidate) as run:
         step = functools.partial(subject.step, run)

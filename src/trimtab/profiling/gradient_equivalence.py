@@ -424,7 +424,7 @@ def _proof(subject: TrainingLoop, pieces: Sequence[tuple[Any, int]]) -> SplitChe
 def _within(subject: TrainingLoop, whole: Gradients, sizes: Norms, other: Gradients, masks: ModuleMasks) -> Difference:
     """Return the parameter whose gradient differs most, relative to its tolerance.
 
-    The tolerance is a constant fraction of each gradient, plus a multiple of its rounding error if rounding could
+    The tolerance is a constant fraction of every gradient, plus a multiple of its rounding error if rounding could
     explain the difference.
     """
     apart, everything = distances(whole, other), total(sizes)

@@ -38,7 +38,7 @@ def loop_facts(
     """Return the facts of a loop with `rows` samples per step, counted as terms.
 
     Args:
-        heads: number of feature vectors per step of each loss head.
+        heads: number of feature vectors per step of every loss head.
     """
     parameters = list(model.parameters())
     bitwise_only = bitwise_reason(gradient_hooks(model) if hooks is None else hooks)

@@ -300,7 +300,7 @@ class _TwoSteps:
     Args:
         pieces: micro-batch size of the unchanged loop.
         drops: True if dropout stays on in both.
-        drawing: modules that draw random numbers of their own.
+        drawing: modules with their own random numbers.
         start_seed: seed of a perturbation of the starting weights in their last bit; 0 for none.
     """
 
@@ -397,7 +397,7 @@ def _failed(code: str, who: str, error: Exception, changed: tuple[str, ...]) -> 
 
 
 class _Judge:
-    """Compares the results of two loops, with a tolerance for each tensor.
+    """Compares the results of two loops, with a tolerance for every tensor.
 
     Args:
         before: state that both loops start from.

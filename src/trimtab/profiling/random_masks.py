@@ -1,8 +1,8 @@
 """Random numbers drawn in a forward: dropout that is disabled, masks shared between samples, and replay of masks.
 
 Dropout may be disabled in the splitting check because micro-batches draw masks from the same distribution. This
-requires a separate mask for each sample. A mask of a weight, or a single number for the whole batch, is drawn again
-in each micro-batch, and the step averages over several masks.
+requires a separate mask for every sample. A mask of a weight, or a single number for the whole batch, is drawn again
+in every micro-batch, and the step averages over several masks.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Comparison of named tensors within the rounding error of their computation.
 
 The rounding error is measured, not estimated from a constant: a computation is repeated with inputs perturbed in
-their last bit, and the change of each result is the scale of its rounding error. Parameters with a true gradient of
+their last bit, and the change of every result is the scale of its rounding error. Parameters with a true gradient of
 zero (a bias before a normalisation, the key bias of attention) contain nothing but such errors, which a constant
 relative tolerance would report as a difference.
 """
@@ -41,12 +41,12 @@ class Difference:
 
 
 def norms(tensors: Named) -> Norms:
-    """Return the 2-norm of each tensor in double precision, with a single transfer from the device."""
+    """Return the 2-norm of every tensor in double precision, with a single transfer from the device."""
     return _numbers({name: _norm(each) for name, each in tensors.items()})
 
 
 def finite_norms(tensors: Named) -> Norms:
-    """Return the 2-norm of the finite values of each tensor: a mask may contain infinities."""
+    """Return the 2-norm of the finite values of every tensor: a mask may contain infinities."""
     # A generator, so that a single copy exists at a time.
     finite = (torch.nan_to_num(_dense(each), 0.0, 0.0, 0.0) for each in tensors.values())
     return _numbers({name: _norm(each) for name, each in zip(tensors, finite, strict=True)})
@@ -111,7 +111,7 @@ def _ratio(error: float, limit: float) -> float:
 def last_bits_moved(model: nn.Module, seed: int, epsilon: float = 0.0) -> Iterator[None]:
     """Perturb all parameters by about their last bit, randomly up or down, inside the context.
 
-    `epsilon` is the relative size of the perturbation; 0 for the machine epsilon of each parameter's dtype.
+    `epsilon` is the relative size of the perturbation; 0 for the machine epsilon of every parameter's dtype.
     """
     held: list[tuple[Tensor, Tensor]] = []
     try:

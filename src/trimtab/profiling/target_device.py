@@ -129,7 +129,7 @@ def profile_elsewhere(
     rows: int | None = None,
     progress: Callable[[str], None] = silent,
 ) -> Profile:
-    """Trace the loop in each precision of the device; if memory counts, also its loss head in chunks and its blocks.
+    """Trace the loop in every precision of the device; if memory counts, also its loss head in chunks and its blocks.
 
     Args:
         rows: samples per step, if not those of the batch.

@@ -263,7 +263,7 @@ def require_repeatable(batch: Any) -> None:
 def protect_batch(loss_fn: LossFn) -> LossFn:
     """Return the loss function wrapped so that it cannot change the caller's batch.
 
-    Containers are copied for every call, so the loss may take items out of them. The first call in each mode receives
+    Containers are copied for every call, so the loss may take items out of them. The first call in every mode receives
     copies of all tensors. If a tensor is changed in place (detected by version, value or `requires_grad_`), later
     calls receive copies too; otherwise they receive the original tensors.
     """

@@ -125,7 +125,7 @@ def short_race(
 
     Args:
         batches: training batches; repeated if they run out. `ValueGivenError` if there are too few.
-        by_unseen: True to compare the loss of each batch in evaluation mode before training on it, for settings that
+        by_unseen: True to compare the loss of every batch in evaluation mode before training on it, for settings that
             change the training loss itself. No training repeats data then.
         same_step: True to assume equal step times, so that only samples are compared.
     """

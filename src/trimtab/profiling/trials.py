@@ -122,7 +122,7 @@ class TrialPower:
         return MIN_PAIRS_FOR_VERDICT if self.is_asked and decides else 1
 
     def read(self, subject: TrainingLoop, arms: Sequence[_TrialArm], start: LoopState, num_windows: int) -> None:
-        """Add the watts of each arm, in alternating order; an arm that fails or lacks a reading gets none."""
+        """Add the watts of every arm, in alternating order; an arm that fails or lacks a reading gets none."""
         for lap in range(num_windows):
             for arm in [arm for arm in arms if arm.error is None][:: 1 if lap % 2 == 0 else -1]:
                 start.restore()
