@@ -12,7 +12,7 @@ import inspect
 import warnings
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -298,38 +298,29 @@ class ModuleMasks:
         if not self._own:
             yield
             return
-        use = _Use(self._samples, first, samples, self._recorded or {})
-        is_first = self._recorded is None
-        with _Seeded(lambda draw, result, *_: self._drawn(use, is_first, draw, result)).on():
+        recorded, is_first, counts = self._recorded or {}, self._recorded is None, Counter[nn.Module]()
+
+        def drawn(draw: MaskDraw, result: Any, *_: Any) -> Any:
+            module = draw.module
+            if module is None or module not in self._own:
+                return result
+            if not isinstance(result, Tensor):
+                raise UnmatchedMasks(f"the random numbers drawn by {draw.text(self._model)} cannot be replayed")
+            known, number = recorded.setdefault(module, []), counts[module]
+            counts[module] += 1
+            if is_first:
+                known.append(result.detach().clone())
+                return result
+            mask = self._part(known[number], result, first, samples) if number < len(known) else None
+            if mask is None:
+                raise UnmatchedMasks(f"{draw.text(self._model)} draws a mask that several samples share")
+            return result.copy_(mask)
+
+        with _Seeded(drawn).on():
             yield
-        self._recorded = use.recorded
+        self._recorded = recorded
 
-    def _drawn(self, use: _Use, is_first: bool, draw: MaskDraw, result: Any) -> Any:
-        if draw.module not in self._own:
-            return result
-        assert draw.module is not None
-        if not isinstance(result, Tensor):
-            raise UnmatchedMasks(f"the random numbers drawn by {draw.text(self._model)} cannot be replayed")
-        known, number = use.recorded.setdefault(draw.module, []), use.counts[draw.module]
-        use.counts[draw.module] += 1
-        if is_first:
-            known.append(result.detach().clone())
-            return result
-        mask = use.part(known[number], result) if number < len(known) else None
-        if mask is None:
-            raise UnmatchedMasks(f"{draw.text(self._model)} draws a mask that several samples share")
-        return result.copy_(mask)
-
-
-@dataclass
-class _Use:
-    total: int
-    first: int
-    samples: int
-    recorded: dict[nn.Module, list[Tensor]]
-    counts: Counter[nn.Module] = field(default_factory=Counter)
-
-    def part(self, whole: Tensor, like: Tensor) -> Tensor | None:
+    def _part(self, whole: Tensor, like: Tensor, first: int, samples: int) -> Tensor | None:
         """Return the slice of a mask for these samples; None if the shapes do not match."""
         if whole.shape == like.shape:
             return whole
@@ -337,10 +328,10 @@ class _Use:
             return None
         differ = [i for i in range(whole.dim()) if whole.shape[i] != like.shape[i]]
         size = whole.shape[differ[0]]
-        if len(differ) > 1 or size % self.total or like.shape[differ[0]] != size // self.total * self.samples:
+        if len(differ) > 1 or size % self._samples or like.shape[differ[0]] != size // self._samples * samples:
             return None
-        each = size // self.total
-        return whole.narrow(differ[0], self.first * each, self.samples * each)
+        length = size // self._samples
+        return whole.narrow(differ[0], first * length, samples * length)
 
 
 def drawing_modules(model: nn.Module, forward: Callable[[], Any]) -> set[nn.Module]:
