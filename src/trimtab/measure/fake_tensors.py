@@ -157,7 +157,7 @@ class FakeCudaMode(TorchFunctionMode):
             return _dropout(*args, **kwargs)
         # Calls the functions below internally, where this mode does not see them.
         if func is F.multi_head_attention_forward:
-            ours = {
+            ours: dict[str, Any] = {
                 "scaled_dot_product_attention": _attention,
                 "softmax": _softmax_in_fp32,
                 "dropout": _dropout,

@@ -102,7 +102,8 @@ def _convolution_backward(grad: Any, rows: Any, weight: Any, *args: Any, **kwarg
 def _chunked_loss(features: Any, weight: Any, *args: Any, **kwargs: Any) -> int:
     """Return the FLOP of logits, and of the requested gradients of features (N, D) and weight (V, D)."""
     wanted = args[-3:-1]  # for features and weight; the last flag is for the bias
-    return 2 * math.prod(features) * weight[0] * (1 + sum(map(bool, wanted)))
+    flops: int = 2 * math.prod(features) * weight[0] * (1 + sum(map(bool, wanted)))
+    return flops
 
 
 _aten = torch.ops.aten

@@ -168,7 +168,7 @@ def _digest(function: Any) -> str:
         own = getattr(getattr(type(function), "__call__", None), "__code__", None)  # noqa: B004  # Code, not existence.
         return _name_of(type(function)) + ("" if own is None else _digest_of(own))
     defaults = [plain_value(each) for each in (*(inner.__defaults__ or ()), *(inner.__kwdefaults__ or {}).values())]
-    closed = []
+    closed: list[Any] = []
     for cell in inner.__closure__ or ():
         with contextlib.suppress(ValueError):  # An empty cell.
             value = cell.cell_contents
