@@ -556,7 +556,7 @@ def _subject_with_rate(subject: TrainingLoop) -> Iterator[None]:
     """Raise learning rates too small to move weights (first step of a warm-up) inside the context."""
     before = []
     for group in subject.optimizer.param_groups:
-        rate = group.get("lr")
+        rate: Any = group.get("lr")
         is_rate = isinstance(rate, float | int) or (isinstance(rate, Tensor) and rate.numel() == 1)
         if is_rate and float(rate) < _TINY_RATE:
             before.append((group, rate))

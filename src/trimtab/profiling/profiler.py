@@ -35,6 +35,8 @@ from trimtab.plans.profile import (
     LoopFacts,
     Profile,
     RecomputableBlocks,
+    TracedBlocks,
+    TracedCandidate,
     is_final,
 )
 from trimtab.profiling.block_profile import measure_recomputable, num_steps
@@ -309,11 +311,12 @@ class _Search:
     guard: CrashTest = field(init=False)
 
     def run(self, profile: Profile) -> Profile:
+        none: tuple[dict[str, float], float | None] = ({}, None)
         phases, num_faults = self.notes.attempt(
             "phases.not_timed",
             "the phases of a step were not timed",
             lambda: measure_phases(self.subject, profile.reference_candidate),
-            ({}, None),
+            none,
         )
         fault_s = timing.fault_s() if profile.loop.can_retain else None
         facts = replace(profile.loop, faults_per_step=num_faults, fault_s=fault_s)
@@ -391,13 +394,13 @@ class _Search:
             "traces.not_made",
             "steps were not traced for other devices",
             lambda: trace_for_others(self.subject, profile, self.progress),
-            (),
+            tuple[TracedCandidate, ...](),
         )
         blocks = self.notes.attempt(
             "traces.not_made",
             "blocks were not traced for other devices",
             lambda: trace_blocks_for_others(self.subject, [each.candidate for each in steps], profile, self.progress),
-            (),
+            tuple[TracedBlocks, ...](),
         )
         return replace(profile, target_device_traces=steps, target_device_blocks=blocks)
 

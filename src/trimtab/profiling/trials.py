@@ -264,8 +264,10 @@ def _smoke_tests(
     subject: TrainingLoop, stage: SearchPhase, step_s: float, guard: CrashTest | None
 ) -> list[Callable[[Candidate], Note | None]]:
     """Return the tests of other kernels: for crashes, and in phases of modes for hopeless speed."""
-    tests = [(guard or CrashTest(subject, stage.candidates[0])).refusal]
-    return [*tests, SpeedTest(subject, stage.candidates[0], step_s).refusal] if stage.name in _MODES else tests
+    tests: list[Callable[[Candidate], Note | None]] = [(guard or CrashTest(subject, stage.candidates[0])).refusal]
+    if stage.name in _MODES:
+        tests.append(SpeedTest(subject, stage.candidates[0], step_s).refusal)
+    return tests
 
 
 def _slowest(stage: SearchPhase, step_s: float) -> float:
