@@ -36,7 +36,7 @@ from trimtab.core.block_costs import BlockChain
 from trimtab.core.errors import InfeasibleError
 from trimtab.core.recompute_schedule import KeptBlock, Schedule
 from trimtab.losses import mean_of
-from trimtab.measure.page_faults import time_settled
+from trimtab.measure.timing import time_settled
 from trimtab.planner.plan_choice import choose
 from trimtab.planner.recompute_cost import every_block, keep_all, predict, sqrt_segments
 from trimtab.planner.recompute_solver import optimal

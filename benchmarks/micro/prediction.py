@@ -29,8 +29,7 @@ from benchmarks import command
 from benchmarks.micro.prediction_models import KINDS, OPTIMIZERS, Kind
 from trimtab.core.recompute_schedule import EVERY_BLOCK
 from trimtab.measure.memory_trace import trace_peaks
-from trimtab.measure.page_faults import time_settled
-from trimtab.measure.timing import time_call
+from trimtab.measure.timing import time_call, time_settled
 from trimtab.planner.cost_model import CostModel, head_tokens, step_seconds
 from trimtab.plans.profile import FINAL, Candidate, Profile
 from trimtab.profiling.training_loop import TrainingLoop

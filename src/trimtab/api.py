@@ -35,12 +35,11 @@ from trimtab.planner.plan_choice import choose_there
 from trimtab.plans.plan import Plan
 from trimtab.plans.profile import Profile
 from trimtab.profiling.communication_profile import step_shape
-from trimtab.profiling.example_batch import protect_batch
 from trimtab.profiling.plan_cache import CachedPlan, default_folder, parts_of_key
 from trimtab.profiling.profiler import NUM_BLOCKS, profile_loop
 from trimtab.profiling.sample_batches import first_batch, loader_of, require_restorable
 from trimtab.profiling.target_device import profile_elsewhere
-from trimtab.profiling.training_loop import TrainingLoop
+from trimtab.profiling.training_loop import TrainingLoop, protect_batch
 from trimtab.profiling.training_settings_search import (
     TRAINED,
     RunLength,

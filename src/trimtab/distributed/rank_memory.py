@@ -21,7 +21,7 @@ from trimtab.core.memory_model import PeakMemoryModel, aligned_peaks
 from trimtab.core.parallelism import Parallelism
 from trimtab.distributed.fsdp2 import names_of
 from trimtab.measure.fake_tensors import FakeTensors
-from trimtab.measure.storage_lifetimes import Autocast, LossFn, Phase, TracedStep, cannot_trace, make_state
+from trimtab.measure.memory_trace import Autocast, LossFn, Phase, TracedStep, cannot_trace, make_state
 from trimtab.measure.storage_tracker import StorageTracker
 from trimtab.planner.multi_rank_plan import WAYS, RankPeakMemory, Way, steps_shards_fused
 from trimtab.plans.profile import Candidate

@@ -32,10 +32,9 @@ from trimtab.experiments.result_table import BASELINE, PLANNED, SAMPLES, SECONDS
 from trimtab.experiments.subject import Arms, RunOptions, Subject, process_kept
 from trimtab.experiments.task_loops import Setup
 from trimtab.losses import parts_of
-from trimtab.measure.blocks import find_parts
+from trimtab.measure.blocks import find_parts, listen_to_recomputation
 from trimtab.measure.machine import device_spec, environment
 from trimtab.measure.memory_trace import Prepare, as_it_is, trace_work
-from trimtab.measure.recompute_listeners import listen_to_recomputation
 from trimtab.measure.timing import seconds_between, stamp, time_call, wait_for
 from trimtab.planner.cost_model import roof_of
 from trimtab.planner.statistics import turns

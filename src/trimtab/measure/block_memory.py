@@ -20,11 +20,9 @@ from torch.utils._pytree import tree_iter
 from trimtab.core.block_costs import BlockChain, BlockChainModel, BlockCost
 from trimtab.core.memory_model import Seen
 from trimtab.losses import mean_of
-from trimtab.measure.block_graph import BlockGraph
-from trimtab.measure.blocks import hook_blocks
+from trimtab.measure.blocks import BlockGraph, hook_blocks
 from trimtab.measure.fake_tensors import FakeTensors
-from trimtab.measure.memory_trace import Prepare, as_it_is
-from trimtab.measure.storage_lifetimes import Autocast, LossFn, cannot_trace
+from trimtab.measure.memory_trace import Autocast, LossFn, Prepare, as_it_is, cannot_trace
 from trimtab.measure.storage_tracker import CallMemory, OperatorCall, StorageTracker, WorkspaceTooLarge, measure_calls
 
 
@@ -34,7 +32,7 @@ class BlockMemoryTrace(NamedTuple):
     Attributes:
         first: Chain of a window's first micro-batch.
         later: Chain of a later micro-batch, whose gradients are added to existing ones.
-        forwards: Operators of each stage's forward, for the first micro-batch.
+        forwards: Operators of every stage's forward, for the first micro-batch.
         work: Operators of the complete forward and backward of the first micro-batch.
     """
 
@@ -45,11 +43,7 @@ class BlockMemoryTrace(NamedTuple):
 
 
 def chains_through(few: BlockMemoryTrace, many: BlockMemoryTrace, rows: tuple[int, int]) -> list[BlockChainModel]:
-    """Return the chain models of a first and of a later micro-batch, fitted through two micro-batch sizes.
-
-    Args:
-        rows: The two micro-batch sizes in samples, smaller first.
-    """
+    """Return the chain models of a first and of a later micro-batch, fitted through two sizes in samples."""
     return [BlockChainModel(*pair, rows) for pair in ((few.first, many.first), (few.later, many.later))]
 
 
@@ -65,16 +59,15 @@ def trace_stages(
     drops: bool = True,
     twice: bool = True,
 ) -> BlockMemoryTrace:
-    """Return the memory and operators of each block, and of the part after the last block.
+    """Return the memory and operators of every block, and of the part after the last block.
 
     Args:
-        counts_scratch: True to add operator workspace, by running each operator with workspace once on real CPU
-            tensors.
-        drops: True to also trace a forward without saved activations. False uses the figures of the normal forward.
-        twice: True to also trace a later micro-batch. False uses the figures of the first one.
+        counts_scratch: True to add operator workspace, by running each operator that needs any once on real CPU
+        tensors. drops: True to also trace a forward without saved activations, instead of using the figures of the
+        normal one. twice: True to also trace a later micro-batch, instead of using the figures of the first one.
 
     Raises:
-        ModelError: The step cannot be traced, for example because it reads a tensor's value. Includes torch's reason.
+        ModelError: The step cannot be traced, for example because it reads a tensor's value.
     """
     fakes, storages = FakeTensors(), StorageTracker()
     try:
@@ -97,7 +90,7 @@ def trace_stages(
         dropping = dropping if drops else passes[0]
         if counts_scratch:
             for each in (dropping, *passes):
-                each.count_scratch()
+                each.taken = measure_calls(call for call, *_ in each.seen.calls)
     except WorkspaceTooLarge:
         raise
     except Exception as error:  # an arbitrary model may use operators without a fake implementation
@@ -105,9 +98,9 @@ def trace_stages(
     held = sum(storages.sizes[number] for number in known)
     first = _chain(dropping, passes[0], blocks, held)
     held += sum(stage.gradient_bytes for stage in first.stages)
-    return BlockMemoryTrace(
-        first, _chain(dropping, passes[-1], blocks, held), passes[0].work_of_forwards(), passes[0].work
-    )
+    work = passes[0].seen.work
+    forwards = [work[slice(*mark.work)] for mark in passes[0].marks]
+    return BlockMemoryTrace(first, _chain(dropping, passes[-1], blocks, held), forwards, work)
 
 
 def require_runs(
@@ -151,12 +144,9 @@ def _chain(dropping: _Pass, keeping: _Pass, blocks: BlockGraph, held_bytes: int)
 
 @dataclass
 class _Mark:
-    """Numbers of storage events before a stage's forward, its end and its backward.
+    """Numbers of storage events before a stage's forward, its end and its backward; storages of arguments and results.
 
-    Attributes:
-        inputs: Storages of the stage's arguments.
-        outputs: Storages of the stage's results.
-        work: Number of operators before the forward and before its end.
+    `work` has the numbers of operators before the forward and before its end.
     """
 
     begin: int
@@ -190,92 +180,77 @@ class _Pass:
     """A forward with its backward."""
 
     def __init__(self, storages: StorageTracker) -> None:
-        self._storages, self._seen, self._marks = storages, storages.begin(), list[_Mark]()
-        self._taken: dict[OperatorCall, CallMemory] = {}
+        self._storages, self.seen, self.marks = storages, storages.begin(), list[_Mark]()
+        self.taken: dict[OperatorCall, CallMemory] = {}  # workspaces, if they count
 
     def forward(self, model: nn.Module, loss_fn: LossFn, batch: Any, blocks: Sequence[str]) -> Tensor:
-        """Run the forward and return the mean loss."""
 
         def enter(_: str, args: Any, kwargs: Any) -> None:
             inputs = frozenset(self._storages.numbers_of((args, kwargs)))
-            self._marks.append(_Mark(self._now, inputs=inputs, work=(len(self.work), 0)))
+            self.marks.append(_Mark(self._now, inputs=inputs, work=(len(self.seen.work), 0)))
 
         def leave(_: str, result: Any) -> None:
-            mark, tensors = self._marks[-1], [each for each in tree_iter(result) if isinstance(each, Tensor)]
+            mark, tensors = self.marks[-1], [each for each in tree_iter(result) if isinstance(each, Tensor)]
             mark.end, mark.outputs = self._now, frozenset(self._storages.numbers_of(tensors))
-            mark.work = mark.work[0], len(self.work)
+            mark.work = mark.work[0], len(self.seen.work)
             for tensor in [each for each in tensors if each.requires_grad][:1]:
                 tensor.register_hook(lambda _: setattr(mark, "backward", self._now))
 
         with hook_blocks(model, blocks, enter, leave):
             loss = mean_of(loss_fn(model, batch))
-        end, begin_work = (self._marks[-1].end, self._marks[-1].work[1]) if self._marks else (0, 0)
-        self._marks.append(_Mark(end, self._now, work=(begin_work, len(self.work))))
+        end, begin_work = (self.marks[-1].end, self.marks[-1].work[1]) if self.marks else (0, 0)
+        self.marks.append(_Mark(end, self._now, work=(begin_work, len(self.seen.work))))
         return loss
 
     def backward(self, loss: Tensor) -> None:
-        """Run the backward."""
         # An implicit seed would be held by the backward to its end; allocating it here ends the forward.
         seed = torch.ones_like(loss)
-        self._marks[-1].backward = self._now
+        self.marks[-1].backward = self._now
         loss.backward(seed)
-
-    @property
-    def work(self) -> list[Seen]:
-        """Operators that ran."""
-        return self._seen.work
-
-    def work_of_forwards(self) -> list[list[Seen]]:
-        """Return the operators of the forward of each stage: the blocks in order, then the rest of the model."""
-        return [self.work[slice(*mark.work)] for mark in self._marks]
 
     @property
     def before(self) -> int:
         """Bytes held when the first stage begins."""
-        return self._held()[self._marks[0].begin]
+        return self._held()[self.marks[0].begin]
 
     @property
     def _now(self) -> int:
-        return len(self._seen.events)
+        return len(self.seen.events)
 
     def _held(self) -> list[int]:
-        """Return the bytes held after each event.
+        """Return the bytes held after every event.
 
         A stage's input freed between the stage's end and the end of the forward counts as held until the latter:
         recomputing the stage would keep it in any case.
         """
         sizes, died = self._storages.sizes, self._indices(-1)
-        changes = [sign * sizes[number] for number, sign in self._seen.events]
-        end = self._marks[-1].end
-        late = {n: died[n] for mark in self._marks for n in mark.inputs if mark.end <= died.get(n, -1) < end}
+        changes = [sign * sizes[number] for number, sign in self.seen.events]
+        end = self.marks[-1].end
+        late = {n: died[n] for mark in self.marks for n in mark.inputs if mark.end <= died.get(n, -1) < end}
         for number, index in late.items():
             changes[index] = 0
             changes[end : end + 1] = [change - sizes[number] for change in changes[end : end + 1]]
         return [0, *itertools.accumulate(changes)]
 
-    def count_scratch(self) -> None:
-        """Measure the operators with workspace by running each once."""
-        self._taken = measure_calls(call for call, *_ in self._seen.calls)
-
     def _most(self) -> list[int]:
-        """Return the bytes held after each event, including operator workspace."""
+        """Return the bytes held after every event, including operator workspace."""
         held = self._held()
         scratch = [0] * len(held)
-        for call, begin, end, _ in self._seen.calls:
-            if call in self._taken:
+        for call, begin, end, _ in self.seen.calls:
+            if call in self.taken:
                 for index in range(begin, end + 1):  # Two calls share an index if nothing was born between them.
-                    scratch[index] = max(scratch[index], self._taken[call].scratch_bytes)
+                    scratch[index] = max(scratch[index], self.taken[call].scratch_bytes)
         return [one + other for one, other in zip(held, scratch, strict=True)]
 
     def forwards(self) -> list[_Span]:
         """Return each stage's forward. Work of the model between two stages counts in the peak of the later one."""
         held, most, spans = self._held(), self._most(), []
         # Birth events of storages that are freed between the end of the forward and the backward.
-        end, backward, died = self._marks[-1].end, self._marks[-1].backward or 0, self._indices(-1)
+        end, backward, died = self.marks[-1].end, self.marks[-1].backward or 0, self._indices(-1)
         passing = {n: born for n, born in self._indices(1).items() if end <= died.get(n, -1) < backward}
-        for index, mark in enumerate(self._marks):
-            since = self._marks[index - 1].end if index else mark.begin
-            following = self._marks[index + 1].begin if index + 1 < len(self._marks) else mark.end
+        for index, mark in enumerate(self.marks):
+            since = self.marks[index - 1].end if index else mark.begin
+            following = self.marks[index + 1].begin if index + 1 < len(self.marks) else mark.end
             spans.append(
                 _Span(
                     max(most[since : mark.end + 1]) - held[mark.begin],
@@ -289,9 +264,9 @@ class _Pass:
 
     def backwards(self) -> list[_Span]:
         """Return each stage's backward, which ends at the start of the preceding stage's backward."""
-        held, most, died, count = self._held(), self._most(), self._indices(-1), len(self._seen.events)
+        held, most, died, count = self._held(), self._most(), self._indices(-1), len(self.seen.events)
         spans, end = [], count
-        for mark, left in zip(self._marks, self._left(), strict=True):
+        for mark, left in zip(self.marks, self._left(), strict=True):
             begin = end if mark.backward is None else mark.backward
             gone = self._size(n for n in mark.outputs if died.get(n, count) < begin)
             spans.append(_Span(max(most[begin : end + 1]) - held[begin], left, gone))
@@ -304,12 +279,12 @@ class _Pass:
         Memory counts if it is still alive after the following backward. Memory left by an earlier backward and freed in
         this one is subtracted.
         """
-        born, died, count = self._indices(1), self._indices(-1), len(self._seen.events)
+        born, died, count = self._indices(1), self._indices(-1), len(self.seen.events)
         ends = [count]
-        for mark in self._marks:
+        for mark in self.marks:
             ends.append(ends[-1] if mark.backward is None else mark.backward)
         overs = [count, *ends]  # end of the backward of the stage before, for each stage
-        left, rising = [0] * len(self._marks), ends[::-1]
+        left, rising = [0] * len(self.marks), ends[::-1]
 
         def stage_at(event: int) -> int | None:
             place = bisect.bisect_right(rising, event)
@@ -325,8 +300,8 @@ class _Pass:
         return left
 
     def _indices(self, wanted: int) -> dict[int, int]:
-        """Return the event index of each storage's birth (`wanted` = 1) or death (-1)."""
-        return {number: index for index, (number, sign) in enumerate(self._seen.events) if sign == wanted}
+        """Return the event index of every storage's birth (`wanted` = 1) or death (-1)."""
+        return {number: index for index, (number, sign) in enumerate(self.seen.events) if sign == wanted}
 
     def _size(self, numbers: Iterable[int]) -> int:
         return sum(self._storages.sizes[number] for number in numbers)

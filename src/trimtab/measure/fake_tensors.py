@@ -1,6 +1,8 @@
-"""Fake tensors: shape, dtype and strides without memory; and a mode in which calls on a CPU behave as on CUDA.
+"""Dispatch modes that do not disturb compiled code; fake tensors, with shape, dtype and strides but without memory.
 
-Only this module uses torch's private interface of fake tensors.
+torch does not run compiled code under a dispatch mode. Worse, calling a compiled function under a mode permanently
+disables its compilation, silently and for all models of the same class. Therefore compiled code runs in eager mode
+meanwhile. Only this module uses torch's private interface of fake tensors.
 """
 
 from __future__ import annotations
@@ -8,16 +10,106 @@ from __future__ import annotations
 import contextlib
 import copy
 import logging
+import sys
+import threading
+from collections.abc import Iterator
 from typing import Any, TypeVar
 from unittest import mock
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensorMode
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from trimtab.core.errors import DependencyError
-from trimtab.measure.dispatch_mode import come_back, stand_back
+T = TypeVar("T")
+_lock = threading.Lock()
+_depth = 0  # number of active users in all threads; torch's stance is process-wide and restored by the last one
+_stance: Any = None
+
+
+@contextlib.contextmanager
+def run_compiled_eagerly() -> Iterator[None]:
+    """Run compiled code in eager mode inside the context, in the whole process. Contexts nest and may overlap.
+
+    A model that is first called inside the context is compiled at a later call.
+    """
+    global _depth, _stance
+    with _lock:
+        # Without this module nothing is compiled, and importing it is slow.
+        if _stance is None and "torch._dynamo" in sys.modules:
+            _stance = torch.compiler.set_stance("force_eager")
+        _depth += 1
+    try:
+        yield
+    finally:
+        with _lock:
+            _depth -= 1
+            if _depth == 0 and _stance is not None:
+                _stance.__exit__(None, None, None)
+                _stance = None
+
+
+class EagerDispatchMode(TorchDispatchMode):
+    """Dispatch mode that switches compiled code to eager mode while active."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._active: list[contextlib.ExitStack] = []
+
+    def __enter__(self) -> Any:
+        entered = super().__enter__()  # type: ignore[no-untyped-call]
+        self._active.append(contextlib.ExitStack())
+        self._active[-1].enter_context(run_compiled_eagerly())
+        return entered
+
+    def __exit__(self, *error: Any) -> None:
+        with self._active.pop():
+            super().__exit__(*error)  # type: ignore[no-untyped-call]
+
+
+class FakeTensors:
+    """Context for fake tensors: operators return the correct shape, dtype and aliasing without computing values.
+
+    Inside the context, new models and optimizers take no memory.
+    """
+
+    def __init__(self) -> None:
+        self.mode = FakeTensorMode()
+        self._active: list[contextlib.ExitStack] = []
+
+    def copy(self, values: T) -> T:
+        """Return a deep copy with fake tensors; shared objects stay shared.
+
+        Fake tensors of another context are moved to this one.
+        """
+        with FakeCopyMode(self.mode):
+            return copy.deepcopy(values)
+
+    def __enter__(self) -> FakeTensors:
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(_unlogged())
+            stack.enter_context(run_compiled_eagerly())
+            stack.enter_context(self.mode)
+            self._active.append(stack.pop_all())
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._active.pop().__exit__(*error)
+
+
+@contextlib.contextmanager
+def _unlogged() -> Iterator[None]:
+    """Suppress tracebacks of failing operators inside the context: torch logs them in addition to the exception."""
+    log = logging.getLogger(FakeTensorMode.__module__)
+    level = log.level
+    log.setLevel(logging.CRITICAL + 1)
+    try:
+        yield
+    finally:
+        log.setLevel(level)
+
 
 # Emulation of CUDA for fake tensors on a CPU: fused attention, dropout masks, and autocast's list of fp32
 # operators.
@@ -36,7 +128,6 @@ _MOST_FLASH = 256  # maximum head size of flash attention
 # Private; if missing, backward behaves as on a CPU.
 _ENGINE: Any = getattr(torch.autograd.Variable, "_execution_engine", None)
 _attend, _softmax, _drop_out = F.scaled_dot_product_attention, F.softmax, F.dropout
-T = TypeVar("T")
 
 
 def _everywhere(names: str) -> frozenset[Any]:
@@ -140,51 +231,3 @@ def _attention(
     keeps = any(each.requires_grad for each in (query, key, value))
     attended = kernel(query, key, value, attn_mask, keeps, dropout_p, is_causal, scale=scale)[0]
     return attended
-
-
-class FakeTensors:
-    """Context for fake tensors: operators return the correct shape, dtype and aliasing without computing values.
-
-    Inside the context, new models and optimizers take no memory.
-
-    Raises:
-        DependencyError: This torch version has no fake tensors at the known place.
-    """
-
-    def __init__(self) -> None:
-        try:
-            from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensorMode
-        except ImportError:
-            raise DependencyError(
-                "torch",
-                got=torch.__version__,
-                expected="2.13",
-                problem=f"Fake tensors of torch {torch.__version__} are not supported.",
-                hint="Install torch 2.13.",
-                code="dependency.torch_version",
-            ) from None
-        self._copies, self.mode = FakeCopyMode, FakeTensorMode()
-        self._log, self._level = logging.getLogger(FakeTensorMode.__module__), logging.NOTSET
-
-    def copy(self, values: T) -> T:
-        """Return a deep copy with fake tensors; shared objects stay shared.
-
-        Fake tensors of another context are moved to this one.
-        """
-        with self._copies(self.mode):
-            return copy.deepcopy(values)
-
-    def __enter__(self) -> FakeTensors:
-        self.mode.__enter__()
-        stand_back()
-        self._level = self._log.level
-        # A failing operator raises an exception, and torch would log the traceback in addition.
-        self._log.setLevel(logging.CRITICAL + 1)
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        try:
-            self.mode.__exit__(*error)
-        finally:
-            self._log.setLevel(self._level)
-            come_back()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,57 +17,39 @@ from torch.utils.flop_counter import (
     sdpa_flop_count,
 )
 
-from trimtab.measure.dispatch_mode import run_compiled_eagerly
+from trimtab.measure.fake_tensors import run_compiled_eagerly
 
-_NAME = "_linear_cross_entropy_batch_chunked"  # since torch 2.13
+_NAME = "_linear_cross_entropy_batch_chunked"
 
 
-def _load() -> Callable[..., Any] | None:
+def _load() -> tuple[Any, Callable[..., Any] | None]:
+    """Return the chunked loss operator of torch 2.13 and its Python implementation, which torch keeps private."""
     try:
         from torch.nn.modules import linear_cross_entropy
     except ImportError:
-        return None
-    return getattr(getattr(linear_cross_entropy, _NAME, None), "_init_fn", None)
+        return None, None
+    python = getattr(getattr(linear_cross_entropy, _NAME, None), "_init_fn", None)
+    return (None if python is None else getattr(getattr(torch.ops, "torch_nn", None), _NAME, None)), python
 
 
-_PYTHON = _load()
-CHUNKED_LOSS = None if _PYTHON is None else getattr(getattr(torch.ops, "torch_nn", None), _NAME, None)
+CHUNKED_LOSS, _PYTHON = _load()
 
 
 def python_of(operator: Any) -> Callable[..., Any] | None:
-    """Return the Python implementation of the chunked loss operator, or None for any other operator.
-
-    torch keeps the implementation private. If it is missing, the operator's internal memory is not traced.
-    """
+    """Return the Python implementation of the chunked loss operator, whose internal memory is traced; else None."""
     is_it = CHUNKED_LOSS is not None and getattr(operator, "overloadpacket", None) is CHUNKED_LOSS
     return _PYTHON if is_it else None
-
-
-def chunked_loss_flops(
-    features: Any, weight: Any, *args: Any, out_shape: Any = None, out_val: Any = None, **kwargs: Any
-) -> int:
-    """Return the FLOP of a call: logits, and the requested gradients of features and weight.
-
-    Args:
-        features: Tensor of shape (N, D), or the shape.
-        weight: Tensor of shape (V, D), or the shape.
-    """
-    rows, width = features.shape if isinstance(features, Tensor) else features
-    words = (weight.shape if isinstance(weight, Tensor) else weight)[0]
-    wanted = args[-3:-1]  # for features and weight; the last flag is for the bias
-    return 2 * rows * width * words * (1 + sum(map(bool, wanted)))
 
 
 def count_flops(function: Callable[[], object]) -> float | None:
     """Return the FLOP of matrix products, convolutions and attention in a call, including a backward that runs in it.
 
-    None if an operator fails under the counter's dispatch mode, or if torch's formula does not support it; up to torch
-    2.11 this includes attention with fewer key heads than query heads. Recomputation counts: a step without activation
-    checkpointing gives model FLOP (MFU), a step with it hardware FLOP (HFU). A compiled model is counted in eager mode.
+    None if an operator fails under the counter's dispatch mode, or if torch's formula does not support it.
+    Recomputation counts: a step without activation checkpointing gives model FLOP (MFU), a step with it hardware FLOP
+    (HFU). A compiled model is counted in eager mode.
     """
     try:
-        chunked = {} if CHUNKED_LOSS is None else {CHUNKED_LOSS: chunked_loss_flops}
-        counter = FlopCounterMode(display=False, custom_mapping=_own_formulas() | chunked)
+        counter = FlopCounterMode(display=False, custom_mapping=OWN_FORMULAS)
         counter.mod_tracker = _NoModules()  # type: ignore[assignment]
         with run_compiled_eagerly(), counter:
             function()
@@ -88,69 +70,54 @@ class _NoModules:
 
 def flops_of(operator: Any, args: Any, kwargs: Any, result: Any) -> float:
     """Return the FLOP of an operator call from its shapes; 0 for an operator without a formula."""
-    if operator in _OWN:
+    packet = getattr(operator, "overloadpacket", None)
+    if packet in OWN_FORMULAS:
         shapes = tree_map(lambda each: each.shape if isinstance(each, Tensor) else each, args)
-        return float(_OWN[operator](*shapes, **kwargs, out_shape=None))
-    formula = flop_registry.get(getattr(operator, "overloadpacket", None))
+        return float(OWN_FORMULAS[packet](*shapes, **kwargs))
+    formula = flop_registry.get(packet)
     try:
         return 0.0 if formula is None else float(formula(*args, **kwargs, out_val=result))
     except AssertionError:  # shapes that the formula does not support
         return 0.0
 
 
-def _own_formulas() -> dict[Any, Any]:
-    # torch's table covers the CUDA kernels of scaled_dot_product_attention, not the CPU kernel.
-    found: dict[str, Any] = {
-        "convolution_backward": _convolution_backward,
-        "_scaled_dot_product_flash_attention_for_cpu": _attention,
-        "_scaled_dot_product_flash_attention_for_cpu_backward": _attention_backward,
-    }
-    for name, weights_of in (("mkldnn_rnn_layer", _of_layer), ("_cudnn_rnn", _of_all_layers)):
-        found[name] = functools.partial(_recurrent, weights_of, 1)
-        found[f"{name}_backward"] = functools.partial(_recurrent, weights_of, 2)
-    aten = torch.ops.aten
-    return {getattr(aten, name): formula for name, formula in found.items() if hasattr(aten, name)}
+# Formulas of operators; their arguments are shapes in place of tensors.
 
 
-def _of_layer(args: Sequence[Any]) -> Sequence[Any]:
-    return args[:2]  # followed by the biases, or by the weights again
-
-
-def _of_all_layers(args: Sequence[Any]) -> Sequence[Any]:
-    return args[0]  # type: ignore[no-any-return]
-
-
-def _recurrent(
-    weights_of: Callable[[Sequence[Any]], Sequence[Any]],
-    times: int,
-    rows: Any,
-    *args: Any,
-    out_shape: Any = None,
-    **kwargs: Any,
-) -> int:
-    """Return the FLOP of recurrent layers: samples times weights for each time step, twice in the backward."""
+def _recurrent(weights_of: Callable[[Any], Any], times: int, rows: Any, *args: Any, **kwargs: Any) -> int:
+    """Return the FLOP of recurrent layers: samples times weights for every time step, twice in the backward."""
     matrices = [weight for weight in weights_of(args) if len(weight) > 1]
     flops: int = times * 2 * math.prod(rows[:-1]) * sum(map(math.prod, matrices))
     return flops
 
 
-def _convolution_backward(grad: Any, rows: Any, weight: Any, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
-    """Return the FLOP of the requested gradients, each equal to the forward's.
-
-    torch's own formula ignores groups in the weight gradient.
-    """
+def _convolution_backward(grad: Any, rows: Any, weight: Any, *args: Any, **kwargs: Any) -> int:
+    """Return the FLOP of the requested gradients, each equal to the forward's; torch's formula ignores groups."""
     is_transposed, asked = args[4], args[7]
     positions = math.prod((rows if is_transposed else grad)[2:])
     flops: int = 2 * rows[0] * positions * math.prod(weight) * sum(asked[:2])
     return flops
 
 
-def _attention(query: Any, key: Any, value: Any, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
-    return int(sdpa_flop_count(query, key, value))
+def _chunked_loss(features: Any, weight: Any, *args: Any, **kwargs: Any) -> int:
+    """Return the FLOP of logits, and of the requested gradients of features (N, D) and weight (V, D)."""
+    wanted = args[-3:-1]  # for features and weight; the last flag is for the bias
+    flops: int = 2 * math.prod(features) * weight[0] * (1 + sum(map(bool, wanted)))
+    return flops
 
 
-def _attention_backward(grad: Any, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> int:
-    return int(sdpa_backward_flop_count(grad, query, key, value))
-
-
-_OWN = {operator.default: formula for operator, formula in _own_formulas().items()}
+_aten = torch.ops.aten
+OWN_FORMULAS: dict[Any, Any] = {
+    _aten.convolution_backward: _convolution_backward,
+    # torch's table covers the CUDA kernels of scaled_dot_product_attention, not the CPU kernel.
+    _aten._scaled_dot_product_flash_attention_for_cpu: lambda q, k, v, *args, **kwargs: sdpa_flop_count(q, k, v),
+    _aten._scaled_dot_product_flash_attention_for_cpu_backward: lambda g, q, k, v, *args, **kwargs: (
+        sdpa_backward_flop_count(g, q, k, v)
+    ),
+}
+# Weights of a layer, followed by its biases or by the weights again; weights of all layers.
+for _name, _weights_of in (("mkldnn_rnn_layer", lambda args: args[:2]), ("_cudnn_rnn", lambda args: args[0])):
+    OWN_FORMULAS[getattr(_aten, _name)] = functools.partial(_recurrent, _weights_of, 1)
+    OWN_FORMULAS[getattr(_aten, f"{_name}_backward")] = functools.partial(_recurrent, _weights_of, 2)
+if CHUNKED_LOSS is not None:
+    OWN_FORMULAS[CHUNKED_LOSS] = _chunked_loss

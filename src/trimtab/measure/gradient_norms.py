@@ -1,6 +1,6 @@
-"""Squared gradient norm of each micro-batch, without copying gradients (math: section 3).
+"""Squared gradient norm of every micro-batch, without copying gradients (math: section 3).
 
-A hook on each leaf receives the gradient of one backward before accumulation, once even for tied weights. The hook only
+A hook on each leaf receives a backward's gradient before accumulation, once even for tied weights. The hook only
 stores a reference. Norms are computed for a chunk of gradients in one batched call, because a norm per hook would
 launch a kernel per parameter. The scalars stay on the device and are read a window later.
 """
@@ -25,14 +25,11 @@ _HOOK = "set_all_reduce_hook"
 
 
 class _Norms:
-    """Sum of `||g||^2` over the gradients of each backward between `on` and `off`; a step that needs no work is empty.
-
-    Attributes:
-        spent: Overhead since `on`.
-    """
+    """Sum of `||g||^2` over the gradients of every backward between `on` and `off`; `spent` is the overhead."""
 
     def __init__(self) -> None:
         self.spent = OverheadTimer()
+        self._total: Tensor | None = None
 
     def on(self) -> None:
         """Start a window."""
@@ -43,30 +40,33 @@ class _Norms:
 
     def off(self) -> None:
         """End a window, and discard pending gradients."""
+        self.forget()
 
     def close(self) -> None:
         """End permanently, and restore the model's hooks."""
+        self.off()
 
     def forget(self) -> None:
         """Discard gradients since the last `take`."""
+        self._total = None
+
+    def _add(self, gradients: list[Tensor]) -> None:
+        with self.spent.span(gradients[0].device):
+            total = squared_norm(gradients)
+            self._total = total if self._total is None else self._total + total
 
 
 class GradientNorms(_Norms):
-    """Sum of `||g||^2` for each backward while hooks are installed.
-
-    Args:
-        parameters: Parameters, iterated again at each `on`; hooks are added if they require gradients.
-    """
+    """Sum of `||g||^2` for every backward while hooks are installed on parameters, which each `on` iterates again."""
 
     def __init__(self, parameters: Iterable[Tensor]) -> None:
+        super().__init__()
         self._parameters = tuple(parameters) if isinstance(parameters, Iterator) else parameters
         self._remove: list[Callable[[], None]] = []
         self._held: list[Tensor] = []
         self._bytes, self._most_bytes = 0, 0
-        self._total: Tensor | None = None
         self._seen: set[int] = set()
         self._in_parts = False
-        super().__init__()
 
     def on(self) -> None:
         start = time.perf_counter()
@@ -89,13 +89,11 @@ class GradientNorms(_Norms):
         self.forget()
         self.spent.outside_s += time.perf_counter() - start
 
-    def close(self) -> None:
-        self.off()
-
     def forget(self) -> None:
+        super().forget()
         self._held.clear()
         self._seen.clear()
-        self._bytes, self._total, self._in_parts = 0, None, False
+        self._bytes, self._in_parts = 0, False
 
     def take(self) -> Tensor:
         """Return `||g||^2` since the last call as a scalar tensor on the gradients' device.
@@ -120,13 +118,10 @@ class GradientNorms(_Norms):
             self._sum_up()
 
     def _sum_up(self) -> None:
-        if not self._held:
-            return
-        with self.spent.span(self._held[0].device):
-            total = squared_norm(self._held)
+        if self._held:
+            self._add(self._held)
             self._held.clear()
             self._bytes = 0
-            self._total = total if self._total is None else self._total + total
 
 
 def squared_norm(gradients: list[Tensor]) -> Tensor:
@@ -151,18 +146,12 @@ def is_sharded(model: nn.Module) -> bool:
 
 
 def is_flat_sharded(model: nn.Module) -> bool:
-    """Return True if FSDP1 shards any module.
-
-    Recognised by class name, because importing FSDP1 takes as long as torch.
-    """
+    """Return True if FSDP1 shards any module, by class name: importing FSDP1 takes as long as torch."""
     return any(type(module).__name__ == "FullyShardedDataParallel" for module in model.modules())
 
 
 def shows_reductions(model: nn.Module) -> bool:
-    """Return True if each reduction of a sharded model can be observed unscaled.
-
-    False for a torch version without the hook, and for float16 reductions, which torch scales after the hook.
-    """
+    """Return True if each reduction of a sharded model can be observed; torch scales float16 after the hook."""
 
     def reduce_dtype(module: Any) -> torch.dtype | None:
         state = module._get_fsdp_state() if hasattr(module, "_get_fsdp_state") else None
@@ -181,9 +170,8 @@ class ShardedNorms(_Norms):
     """Sum of `||g||^2` over this rank's shards of each reduced gradient; the caller sums over ranks."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._total: Tensor | None = None
-        self.is_on = False
         super().__init__()
+        self.is_on = False
         self._modules = [module for module in model.modules() if is_sharded_itself(module)]
         self._undo: list[Callable[[], None]] = []
 
@@ -200,24 +188,17 @@ class ShardedNorms(_Norms):
             undo()
         self._undo.clear()
 
-    def forget(self) -> None:
-        self._total = None
-
     def take(self) -> Tensor:
-        """Return the sum since the last call as a scalar tensor; NaN without a reduction.
+        """Return the sum since the last call as a scalar tensor.
 
-        The user's loop may disable reductions except in the last micro-batch, which then reduces the accumulated
-        gradient.
+        NaN without a reduction: the loop may disable reductions except in the last micro-batch.
         """
         total, self._total = self._total, None
         return torch.full((), math.nan) if total is None else total
 
     def _see(self, reduced: Tensor) -> None:
-        if not self.is_on:
-            return
-        with self.spent.span(reduced.device):
-            total = squared_norm([reduced])
-            self._total = total if self._total is None else self._total + total
+        if self.is_on:
+            self._add([reduced])
 
 
 def _hooked(module: Any, see: Callable[[Tensor], None]) -> Callable[[], None]:
@@ -235,7 +216,7 @@ def _hooked(module: Any, see: Callable[[Tensor], None]) -> Callable[[], None]:
 
 
 class PartialNorms(_Norms):
-    """`||S_j||^2` of the gradients accumulated after each backward, for this rank's shards or unsharded gradients."""
+    """`||S_j||^2` of the gradients accumulated after every backward, for this rank's shards or unsharded gradients."""
 
     def __init__(self, parameters: Iterable[Tensor]) -> None:
         super().__init__()
@@ -256,7 +237,7 @@ def is_shard(parameter: Tensor) -> bool:
 
 
 def has_replicas(parameter: Any) -> bool:
-    """Return True if a parameter's shards are replicated, or if some ranks hold no shard of it."""
+    """Return True if a parameter's shards are replicated, or if some ranks hold no shard."""
     mesh = getattr(parameter, "device_mesh", None)
     return mesh is not None and (mesh.ndim > 1 or mesh.size() != dist.get_world_size())
 

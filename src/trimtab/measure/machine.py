@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import importlib.metadata
 import math
 import os
 import platform
@@ -28,11 +27,10 @@ _COPIED_BYTES = 64 * 2**20
 def environment(*, has_gpu: bool | None = None) -> dict[str, str]:
     """Return versions and settings that affect measurements, without personal data, host names or paths.
 
-    Args:
-        has_gpu: True to include the GPU's name, which initializes CUDA; None to include it if a GPU exists.
+    `has_gpu` includes the GPU's name, which initializes CUDA; None to include it if a GPU exists.
     """
     found = {
-        "trimtab": _own_version(),
+        "trimtab": str(getattr(sys.modules["trimtab"], "__version__", "unknown")),
         "sources": _own_sources(),
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -45,14 +43,6 @@ def environment(*, has_gpu: bool | None = None) -> dict[str, str]:
     if torch.cuda.is_available() if has_gpu is None else has_gpu:
         found |= {"gpu": torch.cuda.get_device_name(), "cuda": str(torch.version.cuda)}
     return found
-
-
-def _own_version() -> str:
-    """Return the installed version, or the version of uninstalled sources."""
-    try:
-        return importlib.metadata.version("trimtab")
-    except importlib.metadata.PackageNotFoundError:
-        return str(getattr(sys.modules.get("trimtab"), "__version__", "unknown"))
 
 
 @functools.cache
@@ -100,9 +90,9 @@ def device_spec(device: torch.device) -> DeviceSpec:
 def _measured_cpu(num_threads: int) -> tuple[dict[str, float], float, str]:
     """Return peak FLOP/s, bandwidth and how they were measured.
 
-    While other processes load the machine, all threads never run undisturbed together. Fewer threads are then timed by
-    their processor time. Products scale with the number of threads where the processor has instructions for them;
-    bandwidth, which threads share, scales about with its square root (1.4x from one thread to two, AMD EPYC).
+    While other processes load the machine, fewer threads are timed by their processor time. Products scale with the
+    number of threads where the processor has instructions for them; bandwidth, which threads share, scales about with
+    its square root (1.4x from one thread to two, AMD EPYC).
     """
     with loaded_machine_clock(torch.device("cpu")) as fraction:
         timed = torch.get_num_threads()
@@ -118,12 +108,9 @@ def _measured_cpu(num_threads: int) -> tuple[dict[str, float], float, str]:
 
 @functools.cache
 def measured_cpu_peaks(num_threads: int) -> dict[str, float]:
-    """Return the peak FLOP/s of a square matrix product by dtype.
+    """Return the peak FLOP/s of a square matrix product by dtype. The number of threads is the cache key.
 
     A dtype without hardware support can be hundreds of times slower, so sizes grow only while a product is fast.
-
-    Args:
-        num_threads: Current number of threads, the cache key.
     """
     state = torch.get_rng_state()
     dtypes = (("fp32", torch.float32), ("bf16", torch.bfloat16), ("fp16", torch.float16))
@@ -147,11 +134,7 @@ def _matmul_flops(dtype: torch.dtype) -> float:
 
 @functools.cache
 def measured_cpu_bandwidth(num_threads: int) -> float:
-    """Return the memory bandwidth in bytes/s (read plus write) of a copy larger than the caches.
-
-    Args:
-        num_threads: Current number of threads, the cache key.
-    """
+    """Return the memory bandwidth in bytes/s (read plus write) of a copy larger than the caches."""
     source = torch.zeros(_COPIED_BYTES, dtype=torch.uint8)
     target = torch.empty_like(source)
     copy = functools.partial(target.copy_, source)

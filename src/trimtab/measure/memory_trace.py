@@ -8,65 +8,44 @@ effects of the user's loss or hooks on other objects are not prevented.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import itertools
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from trimtab.core.errors import ValueGivenError
-from trimtab.core.memory_model import PeakMemoryModel, Seen, StepMemory, StepWork, aligned_peaks, operations
-from trimtab.measure.blocks import hook_blocks
+from trimtab.core.errors import ModelError, ValueGivenError
+from trimtab.core.memory_model import PeakMemoryModel, Seen, StepWork, aligned_peaks, operations
+from trimtab.losses import mean_of
 from trimtab.measure.fake_tensors import FakeTensors
-from trimtab.measure.storage_lifetimes import Autocast, LossFn, Marks, TracedStep, cannot_trace, make_state
-from trimtab.measure.storage_tracker import StorageTracker
+from trimtab.measure.storage_tracker import StorageTracker, WorkspaceTooLarge, measure_calls
 
+LossFn = Callable[[nn.Module, Any], Any]
+Autocast = Callable[[], contextlib.AbstractContextManager[Any]]
 Prepare = Callable[[nn.Module], object]
-_CUDA_GRANULE = 512  # granularity of torch's caching allocator, in bytes
+Phase = tuple[list[int], list[int]]  # bytes held at each moment, and births (1) or deaths (-1)
 
 
 def as_it_is(model: nn.Module) -> None:
     """Leave the model unchanged."""
 
 
-def trace_step(
-    model: nn.Module,
-    optimizer: Optimizer,
-    loss_fn: LossFn,
-    batch: Any,
-    *,
-    autocast: Autocast = contextlib.nullcontext,
-    num_micro_batches: int = 1,
-    blocks: Sequence[str] = (),
-    granule: int | None = None,
-    counts_scratch: bool = False,
-    prepare: Prepare = as_it_is,
-) -> StepMemory:
-    """Return the memory of a step with a given number of identical micro-batches.
+class SizeTrace(NamedTuple):
+    """Figures of a step as functions of the micro-batch size.
 
-    Args:
-        blocks: Names of modules with separate figures.
-        granule: Allocation granularity in bytes; None for the default of the model's device.
-        counts_scratch: True to add operator workspace, by running each operator that needs any once on real CPU
-            tensors.
-
-    Raises:
-        ModelError: The step cannot be traced, for example because it reads a tensor's value. Includes torch's reason.
-        ValueGivenError: `counts_scratch` is True for a model that is not on the CPU.
+    Attributes:
+        whole: Peak of a step with a single micro-batch.
+        sliced: Peak of a step with several micro-batches, which holds gradients between them. Derived from the first
+            micro-batch; it may be slightly too large if gradients are copied on arrival.
+        step: Peak of the optimizer step alone.
     """
-    device = next(model.parameters()).device.type
-    if counts_scratch and device != "cpu":
-        raise ValueGivenError(
-            "counts_scratch",
-            got=f"True for a model on {device}",
-            expected="False, or a model on the CPU",
-            hint="Move the model to the CPU, or pass counts_scratch=False.",
-            code="counts_scratch.not_on_cpu",
-        )
-    runs = [(batch, autocast)]
-    how: dict[str, Any] = {"num_micro_batches": num_micro_batches, "prepare": prepare}
-    (step,), marks = _traced(model, optimizer, loss_fn, runs, blocks, granule, **how)
-    return step.memory(tuple(step.blocks(marks)), step.scratch() if counts_scratch else {})
+
+    whole: PeakMemoryModel
+    sliced: PeakMemoryModel
+    work: StepWork
+    step: PeakMemoryModel
 
 
 def trace_peaks(
@@ -84,21 +63,48 @@ def trace_peaks(
 
     Allocator rounding is ignored, and workspace is interpolated between the two sizes, although neither is linear in
     the number of samples. The result for a single sample is an estimate, because operators treat a size of 1
-    differently. Arguments not listed here are those of `trace_step`.
+    differently.
 
     Args:
         batches: Micro-batches with the sizes in `rows`.
         rows: The two micro-batch sizes in samples, smaller first and at least 2.
+        counts_scratch: True to add operator workspace, by running each operator that needs any once on real CPU
+            tensors.
+        prepare: Called with the fake copy of the model before the steps.
 
     Raises:
-        ModelError: The step cannot be traced.
+        ModelError: The step cannot be traced, for example because it reads a tensor's value.
     """
     runs = [(batch, autocast) for autocast in autocasts for batch in batches]
-    steps, _ = _traced(model, optimizer, loss_fn, runs, (), granule=1, counts_work=True, prepare=prepare)
-    return [
-        _sizes(few, many, rows, counts_scratch=counts_scratch)
-        for few, many in zip(steps[::2], steps[1::2], strict=True)
-    ]
+    steps = _traced(model, optimizer, loss_fn, runs, prepare=prepare)
+    return [_sizes(*pair, rows, counts_scratch=counts_scratch) for pair in zip(steps[::2], steps[1::2], strict=True)]
+
+
+def trace_step(
+    model: nn.Module,
+    optimizer: Optimizer,
+    loss_fn: LossFn,
+    batch: Any,
+    *,
+    autocast: Autocast = contextlib.nullcontext,
+    num_micro_batches: int = 1,
+    counts_scratch: bool = False,
+) -> int:
+    """Return the peak bytes of a step with a given number of identical micro-batches. See `trace_peaks`.
+
+    `ValueGivenError` if `counts_scratch` is True for a model that is not on the CPU.
+    """
+    device = next(model.parameters()).device.type
+    if counts_scratch and device != "cpu":
+        raise ValueGivenError(
+            "counts_scratch",
+            got=f"True for a model on {device}",
+            expected="False, or a model on the CPU",
+            hint="Move the model to the CPU, or pass counts_scratch=False.",
+            code="counts_scratch.not_on_cpu",
+        )
+    (step,) = _traced(model, optimizer, loss_fn, [(batch, autocast)], num_micro_batches=num_micro_batches)
+    return max(itertools.chain.from_iterable(held for held, _ in step.by_phase(counts_scratch=counts_scratch)))
 
 
 def trace_work(
@@ -112,12 +118,9 @@ def trace_work(
 ) -> dict[str, list[Seen]]:
     """Return the operators of a step with one micro-batch, by phase: "forward", "backward" and "optimizer".
 
-    Recomputation counts as backward. The arguments are those of `trace_step`.
-
-    Raises:
-        ModelError: The step cannot be traced.
+    Recomputation counts as backward. See `trace_peaks` for `prepare` and errors.
     """
-    (step,), _ = _traced(model, optimizer, loss_fn, [(batch, autocast)], (), None, counts_work=True, prepare=prepare)
+    (step,) = _traced(model, optimizer, loss_fn, [(batch, autocast)], prepare=prepare)
     return step.phase_work
 
 
@@ -136,80 +139,210 @@ def _sizes(few: TracedStep, many: TracedStep, rows: tuple[int, int], *, counts_s
     return SizeTrace(whole, sliced, work, PeakMemoryModel.through(*parts[-1], rows))
 
 
-class SizeTrace(NamedTuple):
-    """Figures of a step as functions of the micro-batch size.
-
-    Attributes:
-        whole: Peak of a step with a single micro-batch.
-        sliced: Peak of a step with several micro-batches, which holds gradients between them. Derived from the first
-            micro-batch; it may be slightly too large if gradients are copied on arrival.
-        work: FLOP and bytes moved.
-        step: Peak of the optimizer step alone.
-    """
-
-    whole: PeakMemoryModel
-    sliced: PeakMemoryModel
-    work: StepWork
-    step: PeakMemoryModel
-
-
 def _traced(
     model: nn.Module,
     optimizer: Optimizer,
     loss_fn: LossFn,
     runs: Sequence[tuple[Any, Autocast]],
-    blocks: Sequence[str],
-    granule: int | None,
     *,
     num_micro_batches: int = 1,
-    counts_work: bool = False,
-    prepare: Prepare,
-) -> tuple[list[TracedStep], Marks]:
-    """Trace a step for each batch and autocast. All use the same copies, whose optimizer state is created once."""
-    fakes, steps = FakeTensors(), list[TracedStep]()
-    device = next(model.parameters()).device.type
-    storages = StorageTracker(granule or (_CUDA_GRANULE if device == "cuda" else 1))
+    prepare: Prepare = as_it_is,
+) -> list[TracedStep]:
+    """Trace a step for every batch and autocast. All use the same copies, whose optimizer state is created once."""
+    fakes, steps, storages = FakeTensors(), list[TracedStep](), StorageTracker()
     try:
         model, optimizer = fakes.copy((model, optimizer))
         prepare(model)
         batches = [fakes.copy(batch) for batch, _ in runs]
-        with fakes, storages, _block_marks(model, blocks, storages) as marks:
+        with fakes, storages:
             make_state(optimizer, storages)
-            storages.counts_work = counts_work
+            storages.counts_work = True
             for _, autocast in runs:
                 steps.append(TracedStep(model, optimizer, storages, batches[0], first=steps[0] if steps else None))
                 steps[-1].run(loss_fn, batches[0], autocast, num_micro_batches)
                 del batches[0]  # freed here, because the next step does not hold it
     except Exception as error:  # an arbitrary model may use operators without a fake implementation
         raise cannot_trace(error) from error
-    return steps, marks
+    return steps
 
 
 def trace_state_bytes(model: nn.Module, optimizer: Optimizer) -> int:
-    """Return the size of the optimizer's state in bytes.
-
-    Raises:
-        ModelError: The optimizer step cannot be traced.
-    """
+    """Return the size of the optimizer's state in bytes; `ModelError` if the optimizer step cannot be traced."""
     fakes, storages = FakeTensors(), StorageTracker()
     try:
         _, optimizer = fakes.copy((model, optimizer))
         with fakes, storages:
             make_state(optimizer, storages)
-            values = [value for state in optimizer.state.values() for value in state.values()]
-            return sum(storages.sizes[number] for number in storages.numbers_of(values))
+            return sum(storages.sizes[number] for number in storages.numbers_of(_state_values(optimizer)))
     except Exception as error:
         raise cannot_trace(error) from error
 
 
-@contextlib.contextmanager
-def _block_marks(model: nn.Module, blocks: Iterable[str], storages: StorageTracker) -> Iterator[Marks]:
-    """Record the storages born in each block's forward."""
-    marks: Marks = {}
-    entered: list[int] = []
+def _state_values(optimizer: Optimizer) -> list[Any]:
+    return [value for state in optimizer.state.values() for value in state.values()]
 
-    def leave(name: str, _: Any) -> None:
-        marks.setdefault(name, []).append((entered.pop(), len(storages.sizes)))
 
-    with hook_blocks(model, blocks, lambda *_: entered.append(len(storages.sizes)), leave):
-        yield marks
+def make_state(optimizer: Optimizer, storages: StorageTracker) -> None:
+    """Create the optimizer's state by a step with uninitialized gradients."""
+    for p in itertools.chain.from_iterable(group["params"] for group in optimizer.param_groups):
+        p.grad = torch.empty_like(p) if p.requires_grad else None
+    _step(optimizer, storages)
+
+
+def _step(optimizer: Optimizer, storages: StorageTracker) -> None:
+    storages.answers_ones = True
+    optimizer.step()
+    storages.answers_ones = False
+    optimizer.zero_grad(set_to_none=True)
+
+
+def cannot_trace(error: Exception) -> ModelError:
+    """Return the error for a step that does not run on fake tensors, including torch's reason."""
+    reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]:.200}"
+    return ModelError(
+        "model",
+        got=reason,
+        expected="a step that runs on fake tensors",
+        problem=f"The step cannot be traced on fake tensors ({reason}).",
+        hint="Avoid tensor values in Python (such as .item() or `if tensor:`) and tensors outside of the model and the "
+        "batch, or run trimtab.plan on the device itself, which measures the step.",
+        code="model.not_traceable",
+    )
+
+
+class TracedStep:
+    """Birth and death of every storage in a step on fake tensors, by an optimizer whose state exists.
+
+    The optimizer's work is identical to that of `first`, an earlier trace, and not traced again.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        storages: StorageTracker,
+        batch: Any,
+        first: TracedStep | None = None,
+    ) -> None:
+        self._model, self._optimizer, self._storages, self._first = model, optimizer, storages, first
+        self._gradients: set[int] = set()
+        self._arrived: dict[int, int] = {}  # number of events before the final gradient arrives, by storage
+        self._begins: list[int] = []  # number of events before each phase
+        self._work_before: list[int] = []  # number of operators before each phase
+        storages.numbers_of([*model.parameters(), *model.buffers(), batch, *_state_values(optimizer)])
+        self._before = storages.alive
+        self._seen = storages.begin()
+
+    def run(
+        self,
+        loss_fn: LossFn,
+        batch: Any,
+        autocast: Autocast,
+        num_micro_batches: int,
+        begin: Callable[..., object] = lambda *, last: None,
+    ) -> None:
+        """Run the step; `begin` is called before every micro-batch with `last`, True for the last one."""
+        for left in reversed(range(num_micro_batches)):
+            begin(last=left == 0)
+            self._micro_batch(loss_fn, batch, autocast)
+        self._enter_phase()
+        if self._first is None:
+            _step(self._optimizer, self._storages)
+        self._storages.begin()  # later events do not belong to the step
+        self._model.zero_grad(set_to_none=True)
+
+    def _micro_batch(self, loss_fn: LossFn, batch: Any, autocast: Autocast) -> None:
+        self._enter_phase()
+        with autocast():
+            result = loss_fn(self._model, batch)
+        loss = mean_of(result)
+        self._enter_phase()
+        trained = [p for p in self._model.parameters() if p.requires_grad]
+        handles = [p.register_post_accumulate_grad_hook(self._arrives) for p in trained]
+        loss.backward()
+        for handle in handles:
+            handle.remove()
+        self._gradients |= self._storages.numbers_of(p.grad for p in self._model.parameters() if p.grad is not None)
+
+    def _arrives(self, parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        self._arrived[self._storages.number_of(parameter.grad)] = len(self._seen.events)
+
+    def _enter_phase(self) -> None:
+        self._begins.append(len(self._seen.events))
+        self._work_before.append(len(self._seen.work))
+
+    def by_phase(self, *, counts_scratch: bool) -> list[Phase]:
+        """Return bytes held, and births (1) or deaths (-1), at each moment before the first phase and in each phase."""
+        held = self._held(counts_scratch=counts_scratch)
+        kinds = [0, *(sign for _, sign in self._seen.events)]
+        edges = [0, *(begin + 1 for begin in self._begins), len(held)]
+        found = [(held[begin:end], kinds[begin:end]) for begin, end in itertools.pairwise(edges)]
+        if self._first is not None:
+            # This trace has no optimizer step.
+            *_, (backward, _), (step, kinds) = self._first.by_phase(counts_scratch=False)
+            found[-1] = [size - backward[-1] + held[-1] for size in step], kinds
+        return found
+
+    def _held(self, *, counts_scratch: bool) -> list[int]:
+        """Return the bytes held before the step and after every event, with operator workspace if it counts."""
+        sizes, events = list(self._storages.sizes), self._seen.events
+        extra = [0] * (len(events) + 1)
+        if counts_scratch:
+            try:
+                taken = measure_calls(call for call, *_ in self._seen.calls)
+            except WorkspaceTooLarge:
+                raise
+            except Exception as error:  # real tensors are used, so memory may run out
+                raise cannot_trace(error) from error
+            for call, begin, end, numbers in self._seen.calls:
+                for moment in range(max(1, begin), end + 1):  # Calls share a moment if nothing was born between them.
+                    extra[moment] = max(extra[moment], taken[call].scratch_bytes)
+                results = taken[call].result_bytes
+                for number, size in zip(numbers, results, strict=bool(results)):
+                    sizes[number] = max(sizes[number], size)
+        changes = (sign * sizes[number] for number, sign in events)
+        held = itertools.accumulate(changes, initial=sum(sizes[number] for number in self._before))
+        return [size + scratch for size, scratch in zip(held, extra, strict=True)]
+
+    def again(self, phases: list[Phase]) -> list[Phase]:
+        """Return forward and backward of a second micro-batch, derived from `by_phase` of the first.
+
+        The first micro-batch's gradients are held in addition, and every new gradient is freed when complete.
+        """
+        (_, _), (forward, kinds), (backward, _), *_ = phases
+        left = self.gradient_bytes
+        held = [size + left for size in forward]
+        arriving = sorted(self._arrived.items(), key=lambda each: each[1])
+        second: Phase = [], []
+        for index, size in enumerate(backward, self._begins[1] + 1):
+            second[0].append(size + left)
+            second[1].append(self._seen.events[index - 1][1])
+            while arriving and arriving[0][1] <= index:
+                number, _ = arriving.pop(0)
+                left -= self._storages.sizes[number]
+                second[0].append(size + left)
+                second[1].append(-1)
+        return [(held, kinds), second]
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Total bytes of the gradients."""
+        return sum(self._storages.sizes[number] for number in self._gradients)
+
+    @property
+    def first_work(self) -> list[Seen]:
+        """Operators of the first micro-batch."""
+        return self._seen.work[: self._work_before[2]]  # after a forward and backward
+
+    @property
+    def step_work(self) -> list[Seen]:
+        """Operators of the optimizer step."""
+        return self._seen.work[self._work_before[-1] :] if self._first is None else self._first.step_work
+
+    @property
+    def phase_work(self) -> dict[str, list[Seen]]:
+        """Operators by phase: forward and backward of the first micro-batch, then the optimizer step."""
+        _, backward, end, *_ = self._work_before
+        work = self._seen.work
+        return {"forward": work[:backward], "backward": work[backward:end], "optimizer": self.step_work}

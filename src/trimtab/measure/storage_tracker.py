@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_flatten, tree_iter, tree_unflatten
 from trimtab.core.errors import ModelError
 from trimtab.core.memory_model import Seen
 from trimtab.core.units import format_bytes
-from trimtab.measure.dispatch_mode import EagerDispatchMode
+from trimtab.measure.fake_tensors import EagerDispatchMode
 from trimtab.measure.flops import flops_of, python_of
 from trimtab.state.peak_memory import peak_growth, storage_bytes
 from trimtab.state.process_state import convolves_in_tf32, fp32_places
@@ -41,8 +41,6 @@ class WorkspaceTooLarge(ModelError):
 
 @dataclass(frozen=True)
 class _Like:
-    """Shape, strides and dtype of a tensor."""
-
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: torch.dtype
@@ -53,11 +51,7 @@ class _Like:
 
 @dataclass(frozen=True)
 class OperatorCall:
-    """An operator with its arguments, in which tensors are replaced by their layout. Comparable and hashable.
-
-    Args:
-        is_backward: True if the backward of this call is meant.
-    """
+    """An operator (or its backward) with its arguments, in which tensors are replaced by their layout. Hashable."""
 
     operator: Any
     leaves: tuple[Any, ...]
@@ -84,7 +78,11 @@ def call_of(operator: Any, args: Any, kwargs: Any) -> OperatorCall | None:
     leaves, structure = tree_flatten((args, kwargs or {}))
     if name in _OPERATORS_OF_HALF and not any(isinstance(leaf, Tensor) and leaf.itemsize == 2 for leaf in leaves):
         return None
-    return OperatorCall(operator, tuple(map(_like, leaves)), structure)
+    likes = (
+        _Like(tuple(leaf.shape), tuple(leaf.stride()), leaf.dtype) if isinstance(leaf, Tensor) else leaf
+        for leaf in leaves
+    )
+    return OperatorCall(operator, tuple(likes), structure)
 
 
 def name_of(operator: Any) -> str:
@@ -93,17 +91,10 @@ def name_of(operator: Any) -> str:
     return "" if packet is None else str(packet.__name__)
 
 
-def _like(value: Any) -> Any:
-    if not isinstance(value, Tensor):
-        return value
-    return _Like(tuple(value.shape), tuple(value.stride()), value.dtype)
-
-
 def measure_calls(calls: Iterable[OperatorCall]) -> dict[OperatorCall, CallMemory]:
-    """Return the memory of each call. Only the tensors of a single call are allocated at a time.
+    """Return the memory of every call. Only the tensors of a single call are allocated at a time.
 
-    Raises:
-        WorkspaceTooLarge: The tensors of a call exceed `MOST_BYTES`. No call was run.
+    `WorkspaceTooLarge` if the tensors of a call exceed `MOST_BYTES`. No call was run then.
     """
     each = dict.fromkeys(calls)
     for call in each:
@@ -117,15 +108,11 @@ def measure_calls(calls: Iterable[OperatorCall]) -> dict[OperatorCall, CallMemor
                 hint="Use a smaller micro-batch.",
                 code="model.operator_too_large",
             )
-    modes = _modes()
-    return {call: _taken(call, modes) for call in each}
-
-
-def _modes() -> tuple[object, ...]:
-    """Return the process settings that affect the choice of kernel."""
+    # The process settings that affect the choice of kernel.
     mkldnn = torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled
     precisions = (place.fp32_precision for place in fp32_places())
-    return torch.get_num_threads(), mkldnn, torch.are_deterministic_algorithms_enabled(), *precisions
+    modes = torch.get_num_threads(), mkldnn, torch.are_deterministic_algorithms_enabled(), *precisions
+    return {call: _taken(call, modes) for call in each}
 
 
 @functools.lru_cache(maxsize=4096)  # because the traces of a search share most calls
@@ -157,7 +144,6 @@ def _size(call: OperatorCall) -> int:
 
 
 def _beyond_results(function: Callable[[], Any]) -> int:
-    """Return the peak bytes of a call, minus the bytes of its results."""
     held: list[Any] = []
     growth = peak_growth(lambda: held.append(function()))
     return max(0, growth - storage_bytes(t for t in tree_iter(held) if isinstance(t, Tensor)))
@@ -171,7 +157,7 @@ class StorageEvents:
         events: (storage number, +1 for birth or -1 for death), in order.
         calls: Operators that may need workspace: the call, number of events before it and before its end, and storage
             numbers of its results.
-        work: (precision, FLOP, bytes moved) of each operator, if `counts_work` is True.
+        work: (precision, FLOP, bytes moved) of every operator, if `counts_work` is True.
     """
 
     events: list[tuple[int, int]] = field(default_factory=list)
@@ -182,23 +168,19 @@ class StorageEvents:
 class StorageTracker(EagerDispatchMode):
     """Dispatch mode that numbers the storages returned by operators, and records when each is freed.
 
-    Args:
-        granule: Allocation granularity in bytes; sizes are rounded up.
-
     Attributes:
-        sizes: Size of each storage in bytes, by number.
+        sizes: Size of every storage in bytes, by number.
         counts_work: True to record the work of operators.
-        answers_ones: True to return 1 for a tensor value that is read. Fake tensors have no values, and 1 suits an
+        answers_ones: True to return 1 for a tensor value that is read: fake tensors have none, and 1 suits an
             optimizer's step counter.
     """
 
-    def __init__(self, granule: int = 1) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.sizes: list[int] = []
         self.counts_work = False
         self._now = StorageEvents()
         self.answers_ones = False
-        self._granule = granule
         self._forwards: list[OperatorCall] = []
         self._alive: dict[int, tuple[int, weakref.ref[Any]]] = {}
 
@@ -253,7 +235,7 @@ class StorageTracker(EagerDispatchMode):
         key = storage._cdata
         if key not in self._alive:
             number = len(self.sizes)
-            self.sizes.append(-(-storage.nbytes() // self._granule) * self._granule)
+            self.sizes.append(storage.nbytes())
             self._alive[key] = number, weakref.ref(storage, lambda _: self._died(key, number))
             self._now.events.append((number, 1))
         return self._alive[key][0]
@@ -274,6 +256,5 @@ class StorageTracker(EagerDispatchMode):
 
 @functools.cache
 def _is_view(operator: Any) -> bool:
-    """Return True for an operator that returns a view."""
     returned = [value.alias_info for value in operator._schema.returns]
     return any(alias is not None and not alias.is_write for alias in returned)

@@ -1,18 +1,27 @@
-"""Times on a device: synchronized calls and phases, stamps of steps, overhead; and asynchronous copies of scalars."""
+"""Times on a device: synchronized calls, stamps of steps, overhead, page faults; and asynchronous copies of scalars."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import itertools
+import math
+import mmap
 import statistics
 import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
+
+try:
+    import resource
+except ImportError:  # not on Windows
+    resource = None  # type: ignore[assignment]
 
 _Stamp = float | torch.cuda.Event
 
@@ -20,9 +29,7 @@ _Stamp = float | torch.cuda.Event
 class OverheadTimer:
     """Timer of the overhead that measuring adds to a step, on the host and in the CUDA stream.
 
-    Attributes:
-        host_s: Host seconds of overhead during the measured work.
-        outside_s: Host seconds of overhead before and after the measured work.
+    `host_s` counts host seconds during the measured work, `outside_s` before and after it.
     """
 
     def __init__(self) -> None:
@@ -53,8 +60,7 @@ class OverheadTimer:
     def amid(self, since: int | None = None) -> float:
         """Return the slow-down of the measured work in seconds, by the device's clock if there is one.
 
-        Args:
-            since: Index of a mark to start from, up to the last mark; None for the total.
+        None for `since` gives the total; else the time from a mark to the last mark.
         """
         if since is None:
             return self._device_s() if self._events else self.host_s
@@ -79,13 +85,7 @@ def stamp(device: torch.device) -> torch.cuda.Event | None:
 
 @dataclass(frozen=True)
 class StepSeconds:
-    """Times of a window in seconds.
-
-    Attributes:
-        batch_s: Time of each loader batch but the last.
-        window_s: Time from the opening of the window to the end of the step.
-        drawing_s: Time for drawing the batches.
-    """
+    """Seconds of every loader batch but the last, of the window up to the end of the step, and for drawing batches."""
 
     batch_s: tuple[float, ...]
     window_s: float
@@ -125,15 +125,13 @@ class StepTimer:
 
     def drop(self) -> None:
         """Discard the stamps of a skipped or unmeasured window."""
-        for stamps in (self._stamps, self._aside, self._drawing):
-            stamps.clear()
+        self._stamps, self._aside, self._drawing = [], [], []
 
     def end(self) -> StepTimeStamps:
         """Mark the end of the step, and return the stamps for later reading."""
-        stamps, self._stamps = [*self._stamps, self._now()], []
-        aside, self._aside = self._aside, []
-        drawing, self._drawing = self._drawing, []
-        return StepTimeStamps(stamps, aside, drawing)
+        found = StepTimeStamps([*self._stamps, self._now()], self._aside, self._drawing)
+        self.drop()
+        return found
 
     def _now(self) -> _Stamp:
         event = stamp(self._device)
@@ -164,28 +162,22 @@ def wait_for(stamp: _Stamp) -> None:
         stamp.synchronize()
 
 
-def seconds_between(before: _Stamp, after: _Stamp) -> float:
+def seconds_between(before: Any, after: Any) -> float:
     """Return the seconds between two time stamps of the same clock. Events must have completed."""
     if isinstance(before, torch.cuda.Event):
-        assert isinstance(after, torch.cuda.Event)
-        milliseconds: float = before.elapsed_time(after)
-        return milliseconds / 1e3
-    assert isinstance(after, float)
-    return after - before
+        return float(before.elapsed_time(after)) / 1e3
+    return float(after - before)
 
 
 class AsyncScalar:
     """Asynchronous host copy of a small tensor (pinned memory, non-blocking)."""
 
     def __init__(self, values: Tensor) -> None:
-        values = values.detach()
-        self._arrived: torch.cuda.Event | None = None
+        self._host, self._arrived = values.detach(), None
         if values.is_cuda:
             self._host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
-            self._host.copy_(values, non_blocking=True)
+            self._host.copy_(values.detach(), non_blocking=True)
             self._arrived = stamp(values.device)
-        else:
-            self._host = values
 
     def read(self) -> list[float]:
         """Return the values. Waits only for the copy, not for later work on the device."""
@@ -212,8 +204,7 @@ _timed_threads = 0  # Number of threads while calls are timed by processor time;
 def processor_fraction(num_threads: int) -> float:
     """Return the fraction of a processor that each of several threads gets: 1 on an idle machine.
 
-    Each thread computes for `_PROBE_S` seconds; the median of `_PROBES` measurements. A result is kept for
-    `_PROBE_KEPT_S` seconds.
+    The median of `_PROBES` measurements of computing threads; kept for `_PROBE_KEPT_S` seconds.
     """
     global _probed
     if _probed is None or _probed[0] != num_threads or time.monotonic() - _probed[1] > _PROBE_KEPT_S:
@@ -242,9 +233,9 @@ def _probed_fraction(num_threads: int) -> float:
 
 @contextlib.contextmanager
 def loaded_machine_clock(device: torch.device) -> Iterator[float | None]:
-    """Time calls on a CPU by processor time, on as many threads as are free, while other processes load the machine.
+    """Time calls on a CPU by processor time, on the free threads, while other processes load the machine.
 
-    A thread that has to wait for a processor holds up all others at the end of each parallel operation, so that a step
+    A thread that has to wait for a processor holds up all others at the end of every parallel operation, so that a step
     takes many times its usual seconds. Yields the fraction of a processor per thread; None if the machine is idle, or
     for another device, where nothing changes.
     """
@@ -291,7 +282,7 @@ def least_seconds(function: Callable[[], object], device: torch.device) -> float
     """Return the least seconds of a call, repeated until the two shortest calls agree within a tenth.
 
     Other processes add time to a call and never remove time. A call that was interrupted once can take a thousand
-    times as long, so a single timing says nothing on a busy machine. Ends after a second, but not before three calls.
+    times as long, so a single timing is unreliable on a busy machine. Ends after a second, but not before three calls.
     """
     times: list[float] = []
     begin = time.perf_counter()
@@ -306,7 +297,7 @@ def least_seconds(function: Callable[[], object], device: torch.device) -> float
 
 
 class PhaseClock:
-    """Seconds by phase (data, forward, backward, optimizer), synchronized at each boundary.
+    """Seconds by phase (data, forward, backward, optimizer), synchronized at every boundary.
 
     The synchronization prevents overlap on an accelerator, so phases are measured separately from throughput.
     """
@@ -323,3 +314,64 @@ class PhaseClock:
         yield
         synchronize(self._device)
         self.seconds[name] = self.seconds.get(name, 0.0) + clock_s() - start
+
+
+# Cost of returning freed memory to the operating system. Memory obtained again is mapped and zeroed page by page on
+# first write. Page faults per step and seconds per page fault predict the gain from keeping freed memory.
+
+_FRESH_BYTES, _FRESH_PROBES = 32 * 2**20, 5
+# More page faults than this mean new memory; a growing stack or buffer causes only a few.
+_SETTLED, _MOST_ATTEMPTS = 256, 3
+
+
+def num_faults() -> int | None:
+    """Return this process's number of page faults without disk access, or None if the system does not count them."""
+    return None if resource is None else int(resource.getrusage(resource.RUSAGE_SELF).ru_minflt)
+
+
+def time_settled(function: Callable[[], object], device: torch.device) -> float:
+    """Return the seconds of a call without new memory; after `_MOST_ATTEMPTS` attempts, those of the last call.
+
+    With freed memory kept, a process still grows in its first steps, until the kept pieces fit. Such steps are not
+    representative.
+    """
+    took_s = math.nan
+    for _ in range(_MOST_ATTEMPTS):
+        before = num_faults()
+        took_s = time_call(function, device)
+        after = num_faults()
+        if before is None or after is None or after - before < _SETTLED:
+            break
+    return took_s
+
+
+@functools.cache
+def fault_s() -> float | None:
+    """Return the seconds per page fault: first minus second write to fresh memory, plus the release.
+
+    The median of several probes; None if page faults are not counted or the result is not positive.
+    """
+    try:
+        found = [cost for cost in (_probe() for _ in range(_FRESH_PROBES)) if cost is not None]
+    except (OSError, ValueError):  # out of memory
+        return None
+    price = statistics.median(found) if found else 0.0
+    return price if price > 0 else None
+
+
+def _probe() -> float | None:
+    before = num_faults()
+    if before is None:
+        return None
+    fresh = mmap.mmap(-1, _FRESH_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # mapped as by the C allocator
+    pages = torch.frombuffer(fresh, dtype=torch.float32)  # written by all threads, as operators do
+    times = [clock_s()]
+    for _ in range(2):
+        pages.fill_(1.0)
+        times.append(clock_s())
+    after = num_faults()
+    del pages
+    fresh.close()
+    times.append(clock_s())
+    first, second, freed = (later - earlier for earlier, later in itertools.pairwise(times))
+    return None if after is None or after <= before else (first - second + freed) / (after - before)

@@ -15,9 +15,8 @@ from torch import nn
 from trimtab.core.block_costs import BlockChainModel
 from trimtab.core.errors import ModelError
 from trimtab.core.recompute_schedule import EVERY_BLOCK, KeptBlock, RecomputedSegment, Schedule, schedule_of
-from trimtab.measure.block_graph import BlockGraph
 from trimtab.measure.block_memory import chains_through, trace_stages
-from trimtab.measure.blocks import hook_blocks
+from trimtab.measure.blocks import BlockGraph, hook_blocks
 from trimtab.measure.timing import clock_s, seconds_between, stamp, synchronize
 from trimtab.planner.recompute_cost import keep_all
 from trimtab.planner.recompute_solver import by_shares
@@ -45,7 +44,7 @@ _FORWARDS = 3  # Steps in which the forwards of blocks are timed against each ot
 def forward_seconds(
     step: Callable[[], object], model: nn.Module, blocks: Sequence[str], device: torch.device, *, steps: int = 5
 ) -> tuple[float, ...]:
-    """Return the median forward time of each block in seconds, after a warm-up step.
+    """Return the median forward time of every block in seconds, after a warm-up step.
 
     Blocks are timed inside a step, because alone they would find other cache contents. The device is not synchronized
     between blocks.
@@ -87,10 +86,7 @@ class SecondsPerSample:
 
 
 def line_through(points: Sequence[tuple[int, float]]) -> SecondsPerSample:
-    """Return the non-negative, non-decreasing line through one or two points (samples, seconds), larger size first.
-
-    A single point gives a line through zero.
-    """
+    """Return the non-negative, non-decreasing line through one or two points (samples, seconds), larger size first."""
     (more, high), (fewer, low) = points[0], points[-1]
     high, low = max(0.0, high), max(0.0, low)
     sample_s = high / more if more == fewer else (high - low) / (more - fewer)
@@ -103,11 +99,10 @@ def line_through(points: Sequence[tuple[int, float]]) -> SecondsPerSample:
 def measure_seconds(
     subject: TrainingLoop, candidate: Candidate, schedules: Sequence[Schedule], *, splits: bool, forward_s: float
 ) -> tuple[float, list[SecondsPerSample]]:
-    """Return the seconds of a step without recomputation, and each schedule's extra seconds per micro-batch.
+    """Return the seconds of a step without recomputation, and every schedule's extra seconds per micro-batch.
 
     Args:
         schedules: recomputation of all blocks, then of all blocks in part.
-        splits: True if the batch may be split into more micro-batches.
         forward_s: forward seconds of the blocks per micro-batch.
     """
     rows = min(candidate.micro_batch, subject.rows)
@@ -132,7 +127,7 @@ def _turns(step_s: float) -> int:
 
 
 def _longer(subject: TrainingLoop, candidate: Candidate, schedules: Sequence[Schedule]) -> tuple[float, list[float]]:
-    """Return the seconds of a step that keeps all activations, and the extra seconds of each schedule."""
+    """Return the seconds of a step that keeps all activations, and the extra seconds of every schedule."""
     names = subject.blocks.names
     with subject.start(candidate) as run:
         step = functools.partial(subject.step, run)
@@ -162,10 +157,7 @@ def with_schedule(model: nn.Module, names: tuple[str, ...], schedule: Schedule, 
 def measure_recomputable(subject: TrainingLoop, candidate: Candidate, *, splits: bool = True) -> RecomputableBlocks:
     """Return the costs and savings of recomputing a candidate's blocks, or the reason for failing.
 
-    Takes training steps; the caller restores the state.
-
-    Args:
-        splits: True if the batch may be split into more micro-batches than the candidate's.
+    Takes training steps; the caller restores the state. `splits`: the batch may be split into more micro-batches.
     """
     try:
         return _measured(subject, candidate, splits=splits)

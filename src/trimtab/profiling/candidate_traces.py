@@ -40,10 +40,9 @@ def trace_candidates(
     guard: CrashTest,
     notes: Notes,
 ) -> tuple[TracedCandidate, ...]:
-    """Return the traces of candidates; a candidate that cannot be traced is left to the trials.
+    """Return the traces of candidates; a candidate that cannot be traced is left to the trials, with a note.
 
-    So is every candidate if the batch is too small, and a candidate that ends its test process, because operator
-    workspaces are found by running operators. A failed trace is noted.
+    So is a candidate that ends its test process, because operator workspaces are found by running operators.
     """
     found: list[TracedCandidate] = []
     for candidate in candidates:
@@ -135,11 +134,7 @@ def trace_for_others(
 def trace_here(
     model: nn.Module, optimizer: torch.optim.Optimizer, loss_fn: LossFn, batch: Any, candidate: Candidate
 ) -> TracedCandidate | None:
-    """Return the trace of a candidate on the model's own device; None if there are too few samples.
-
-    Raises:
-        ModelError: the step cannot be traced.
-    """
+    """Return the trace of a candidate on the model's own device; None if there are too few samples."""
     device = next(model.parameters()).device
     autocasts = [functools.partial(autocast, candidate.precision, device)]
     with apply_candidate(model, optimizer, candidate):
@@ -178,12 +173,7 @@ def has_two_sizes(batch: Any, batching: BatchSplitting = BY_CONTAINERS) -> bool:
 
 
 def at_two_sizes(batch: Any, trace: Callable[[Sizes, Batches], Told], batching: BatchSplitting = BY_CONTAINERS) -> Told:
-    """Return the result of a trace at two micro-batch sizes, reduced if an operator is too large to run.
-
-    Raises:
-        ModelError: the step cannot be traced.
-        WorkspaceTooLarge: no size is small enough.
-    """
+    """Return the result of a trace at two micro-batch sizes, reduced if an operator is too large to run."""
     rows = batching.require(batch)
     while True:
         try:
@@ -195,13 +185,9 @@ def at_two_sizes(batch: Any, trace: Callable[[Sizes, Batches], Told], batching: 
 
 
 def two_sizes(batch: Any, most: int | None = None, batching: BatchSplitting = BY_CONTAINERS) -> tuple[Sizes, Batches]:
-    """Return two micro-batch sizes, half of the samples and all of them, and batches of these sizes.
+    """Return two micro-batch sizes, half of the samples and all of them (at most `most`), and batches of these sizes.
 
-    Half is enough for a loss that is computed in chunks of a quarter of the batch's tokens: it has several chunks at
-    both sizes.
-
-    Args:
-        most: the larger size; None for all samples of the batch.
+    Half is enough for a loss in chunks of a quarter of the batch's tokens: it has several chunks at both sizes.
     """
     rows = batching.require(batch)
     large = rows if most is None else most

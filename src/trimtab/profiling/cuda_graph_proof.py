@@ -20,7 +20,7 @@ from torch import Tensor
 
 from trimtab.core.errors import BatchError
 from trimtab.plans.profile import Candidate
-from trimtab.profiling.gradient_equivalence import relative_difference
+from trimtab.profiling.rounding_tolerance import distances, norms, total
 from trimtab.profiling.training_loop import TrainingLoop
 from trimtab.techniques.compiled_call import CompiledCall
 from trimtab.techniques.cuda_graphs import GraphReplayer
@@ -82,10 +82,7 @@ def _judged(apart: Sequence[float | None], moved: Sequence[float | None]) -> str
 def _differing(subject: TrainingLoop, before: Gradients, own: Gradients, again: Gradients, launched: Gradients) -> str:
     """Return a sentence about the parameter whose gradient differs most relative to its limit; "" if none does.
 
-    Args:
-        before: gradient on the samples and weights of the capture.
-        own, again: two gradients on other samples and weights, without graphs.
-        launched: the same with replayed graphs.
+    Gradients of the capture; on other samples and weights twice without graphs, and with replayed graphs.
     """
     names = [name for name, p in subject.model.named_parameters() if p.requires_grad]
     found = {
@@ -110,15 +107,17 @@ def _differing(subject: TrainingLoop, before: Gradients, own: Gradients, again: 
 
 
 def _norm(gradient: Tensor, other: Tensor | None = None) -> float:
-    """Return the norm of a gradient, or of its difference from another."""
     found = gradient if other is None else other - gradient
     dense = found.coalesce().values() if found.is_sparse else found
     return float(torch.linalg.vector_norm(dense, dtype=torch.float64))
 
 
 def _relative(own: Gradients, other: Gradients) -> float | None:
+    """Return |own - other| / |own| over all tensors; None if it is not finite."""
     pairs = [(a, b) for a, b in zip(own, other, strict=True) if a is not None and b is not None]
-    return relative_difference([a for a, _ in pairs], [b for _, b in pairs])
+    ours, theirs = ({str(i): pair[side] for i, pair in enumerate(pairs)} for side in (0, 1))
+    error, norm = total(distances(ours, theirs)), total(norms(ours))
+    return error / norm if norm > 0 and error / norm < math.inf else None
 
 
 @contextlib.contextmanager
@@ -137,7 +136,6 @@ def _moved_weights(subject: TrainingLoop) -> Iterator[None]:
 
 
 def _devices(subject: TrainingLoop) -> list[torch.device]:
-    """Return the devices with random generators in addition to the CPU's."""
     return [subject.device] if subject.device.type == "cuda" else []
 
 

@@ -24,7 +24,6 @@ from torch import Tensor, nn
 from trimtab.core.choice import SplitCheck
 from trimtab.core.errors import BatchError, LossError
 from trimtab.losses import require_unscaled
-from trimtab.profiling.example_batch import own_loss
 from trimtab.profiling.measurement_notes import describe
 from trimtab.profiling.random_masks import (
     VARIANTS,
@@ -46,7 +45,7 @@ from trimtab.profiling.rounding_tolerance import (
     norms,
     total,
 )
-from trimtab.profiling.training_loop import TrainingLoop, in_mode
+from trimtab.profiling.training_loop import TrainingLoop, in_mode, own_loss
 from trimtab.state.loop_state import TORCH_GENERATORS, ChangeKind, LoopState, StateChange
 from trimtab.techniques.compiled_call import noting_calls
 from trimtab.techniques.mixed_precision import dtype_of
@@ -79,9 +78,8 @@ def require_own_forward(subject: TrainingLoop, precision: str) -> None:
     """Compute the loss of the batch once, with gradients and in the loop's precision, and check the model's forward.
 
     Raises:
-        LossError: the loss function raised, its result is not a loss, it did not call the model itself, the model
-            runs under the loop's own autocast (which would override every precision that is tried), or the loss is
-            multiplied by a `GradScaler`'s scale.
+        LossError: the loss function raised, its result is not a loss, it did not call the model itself, the model runs
+            under the loop's own autocast, or the loss is multiplied by a `GradScaler`'s scale.
     """
     casts = set[torch.dtype | None]()
     _look(subject, precision, casts)
@@ -131,13 +129,10 @@ def _look(subject: TrainingLoop, precision: str, casts: set[torch.dtype | None])
 
 
 def other_values(batch: Any, samples: int, wanted: int, batching: BatchSplitting = BY_CONTAINERS) -> Any | None:
-    """Return a batch with the same samples in another order and with changed values; None if indexing fails.
+    """Return a batch of `wanted` samples in another order and with changed values; None if indexing fails.
 
     Floating-point values are scaled down by individual factors of up to a tenth, which preserves signs and the range
     [0, 1]. Masks of 0 and 1, and integers (labels, token ids, lengths), are unchanged.
-
-    Args:
-        wanted: number of samples of the result.
     """
     if read_sample_count(batch).samples != samples:
         return None  # Only the user's functions know the samples.
@@ -169,12 +164,7 @@ def check_splitting(subject: TrainingLoop, precision: str = "fp32", start: LoopS
 
     The longest batch and an example batch are both checked, because a mean over tokens splits exactly if no sample is
     padded. If the whole batch does not fit in memory, the check uses the largest number of leading samples that fits.
-
-    Args:
-        precision: precision of the loop. The loop runs once in this precision; the comparison is in fp32.
-
-    Returns:
-        The verdict, with a code, a reason and the largest relative difference of a parameter's gradient.
+    The loop runs once in its own `precision`; the comparison is in fp32.
 
     Raises:
         LossError: the loss function raised, or the result is not a loss.
@@ -203,16 +193,13 @@ def _check_of_batch(subject: TrainingLoop, precision: str, start: LoopState) -> 
             fewer = f"; checked on the first {rows} of {subject.rows} samples, because more do not fit in memory"
             return check if part is subject else replace(check, reason=check.reason + fewer)
         rows //= 2  # Outside of the handler, because the exception keeps the failed attempt's tensors alive.
-        if rows < 2 or not _can_split(subject):
+        try:
+            subject.first(1)
+        except BatchError:
+            rows = 0
+        if rows < 2:
             reason = "the splitting check ran out of memory in fp32, and the batch cannot be reduced further"
             return _refused("split.out_of_memory", reason)
-
-
-def _can_split(subject: TrainingLoop) -> bool:
-    with contextlib.suppress(BatchError):
-        subject.first(1)
-        return True
-    return False
 
 
 def _refused(code: str, reason: str, difference: float | None = None) -> SplitCheck:
@@ -238,21 +225,18 @@ def _check(subject: TrainingLoop, start: LoopState) -> SplitCheck:
         if shared is None:
             reason = "the random numbers drawn in a forward could not be counted, and samples may share some of them"
             return _refused("split.random", reason)
-        if (other := _second_batch(subject)) is not None:
+        samples = min(subject.rows, max(_OTHER_ROWS, subject.rows // 4))
+        other: TrainingLoop | None = None
+        if subject.second is not None:
+            other = replace(subject, batch=subject.second, example=None).first(samples)
+        elif (values := other_values(subject.batch, subject.rows, samples, subject.batching)) is not None:
+            other = replace(subject, batch=values, example=None)
+        if other is not None:
             second = _proof(other, list(_unequal_split(other)))
             if isinstance(second, SplitCheck) and second.code in _DIFFERS:
                 return replace(second, reason=f"{second.reason} (found on a second batch with other values)")
     reason = f"an unequal split changes no parameter's gradient by more than {difference:.1e} (limit {TOLERANCE:g})"
     return SplitCheck(True, reason, difference, code="split.proved")
-
-
-def _second_batch(subject: TrainingLoop) -> TrainingLoop | None:
-    """Return the loop with a smaller batch of other values, or None if none can be made."""
-    samples = min(subject.rows, max(_OTHER_ROWS, subject.rows // 4))
-    if subject.second is not None:
-        return replace(subject, batch=subject.second, example=None).first(samples)
-    other = other_values(subject.batch, subject.rows, samples, subject.batching)
-    return None if other is None else replace(subject, batch=other, example=None)
 
 
 def _watched(subject: TrainingLoop) -> LoopState:
@@ -293,7 +277,15 @@ def _state_refusal(subject: TrainingLoop, precision: str, start: LoopState) -> S
     if refusal := _batch_statistics(model, changed):
         return refusal
     repeats = _changes_again(subject, start)
-    return None if repeats == [] else _changes_refusal(repeats or changed)
+    if repeats == []:
+        return None
+    paths = [change.path for change in repeats or changed]
+    named = ", ".join(paths[:3]) + (f" and {len(paths) - 3} more" if len(paths) > 3 else "")
+    return _refused(
+        "split.state_changes",
+        f"each forward changes {named}, and micro-batches would change this state several times per step. If the "
+        "state is only a log, return (loss, {name: value}) from the loss function and log the value outside",
+    )
 
 
 def _changes_again(subject: TrainingLoop, start: LoopState) -> list[StateChange] | None:
@@ -316,8 +308,8 @@ def _changes_again(subject: TrainingLoop, start: LoopState) -> list[StateChange]
 def _counted(changes: Sequence[StateChange]) -> list[StateChange]:
     """Return the changes that prevent a split.
 
-    Gradients are the result. torch's generators draw dropout masks sample by sample from the same distribution; the
-    comparison of gradients decides if a draw couples samples.
+    Gradients are the result. torch's generators draw masks sample by sample from the same distribution; the comparison
+    of gradients decides if a draw couples samples.
     """
     ignored = (ChangeKind.GRADIENT, ChangeKind.BATCH)
     return [c for c in changes if c.kind not in ignored and c.path not in TORCH_GENERATORS]
@@ -338,16 +330,6 @@ def _batch_statistics(model: nn.Module, changed: Sequence[StateChange]) -> Split
         f"the loss function runs a network that normalises over the batch and updates {others[0]}, and micro-batches "
         "would have other batch statistics. Run that network outside of the loss function, and pass its output in the "
         "batch",
-    )
-
-
-def _changes_refusal(changed: Sequence[StateChange]) -> SplitCheck:
-    paths = [change.path for change in changed]
-    named = ", ".join(paths[:3]) + (f" and {len(paths) - 3} more" if len(paths) > 3 else "")
-    return _refused(
-        "split.state_changes",
-        f"each forward changes {named}, and micro-batches would change this state several times per step. If the "
-        "state is only a log, return (loss, {name: value}) from the loss function and log the value outside",
     )
 
 
@@ -442,27 +424,21 @@ def _proof(subject: TrainingLoop, pieces: Sequence[tuple[Any, int]]) -> SplitChe
 def _within(subject: TrainingLoop, whole: Gradients, sizes: Norms, other: Gradients, masks: ModuleMasks) -> Difference:
     """Return the parameter whose gradient differs most, relative to its tolerance.
 
-    The tolerance is a constant fraction of each gradient, plus a multiple of its rounding error if rounding could
+    The tolerance is a constant fraction of every gradient, plus a multiple of its rounding error if rounding could
     explain the difference.
     """
     apart, everything = distances(whole, other), total(sizes)
     allowed = {name: TOLERANCE * size + _SMALLEST * everything for name, size in sizes.items()}
     found = largest_difference(apart, allowed, sizes)
-    if found.is_rounding or not _near_zero(apart, allowed, everything):
+    # A gradient near zero has a tolerance near zero, which rounding alone can exceed; such a difference is still tiny
+    # relative to the gradient of all parameters.
+    exceeding = [error for name, error in apart.items() if error > allowed[name]]
+    if found.is_rounding or any(error > 2 * _MOST_ROUNDING * everything for error in exceeding):
         return found
     with last_bits_moved(subject.trained, seed=0):
         moved = distances(whole, _gradient(subject, [(subject.batch, subject.rows)], masks))
     explained = {name: min(_TIMES_ROUNDING * moved[name], _MOST_ROUNDING * everything) for name in allowed}
     return largest_difference(apart, {name: allowed[name] + explained[name] for name in allowed}, sizes)
-
-
-def _near_zero(apart: Norms, allowed: Norms, everything: float) -> bool:
-    """Return True if rounding could explain every difference that exceeds its tolerance.
-
-    The tolerance is relative to a parameter's own gradient. A gradient near zero has a tolerance near zero, which
-    rounding alone can exceed; such a difference is still tiny relative to the gradient of all parameters.
-    """
-    return all(error <= 2 * _MOST_ROUNDING * everything for name, error in apart.items() if error > allowed[name])
 
 
 def _cause(
@@ -525,13 +501,6 @@ def _difference(left: Gradients, right: Gradients) -> Difference:
     )
 
 
-def relative_difference(whole: Sequence[Tensor], other: Sequence[Tensor]) -> float | None:
-    """Return |whole - other| / |whole| over all tensors; None if it is not finite."""
-    left, right = ({str(i): each for i, each in enumerate(tensors)} for tensors in (whole, other))
-    error, norm = total(distances(left, right)), total(norms(left))
-    return error / norm if norm > 0 and error / norm < float("inf") else None
-
-
 def _pass_on_memory(error: Exception) -> None:
     if is_out_of_memory(error):
         raise error
@@ -540,7 +509,6 @@ def _pass_on_memory(error: Exception) -> None:
 def _gradient(
     subject: TrainingLoop, pieces: Sequence[tuple[Any, int]], masks: ModuleMasks, first: int = 0
 ) -> Gradients:
-    """Return the accumulated gradient of pieces of the batch."""
     parameters = {name: p for name, p in subject.trained.named_parameters() if p.requires_grad}
     for parameter in parameters.values():
         parameter.grad = None

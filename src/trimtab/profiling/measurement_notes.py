@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from trimtab.core.choice import Note
-from trimtab.core.errors import LossError, ModelError, TrimtabError
-from trimtab.plans.profile import OUT_OF_MEMORY, RAN_OUT
+from trimtab.core.errors import LossError, TrimtabError
+from trimtab.plans.profile import OUT_OF_MEMORY
 from trimtab.training.loop_warnings import graph_used
 from trimtab.training.out_of_memory import is_out_of_memory
 
@@ -27,11 +27,6 @@ def describe(error: BaseException) -> str:
     return f"{type(error).__name__}: {lines[0][:200]}" if lines else type(error).__name__
 
 
-def failure_of(error: BaseException) -> Note:
-    """Return the failure of a trial that raised an exception."""
-    return Note(RAN_OUT if is_out_of_memory(error) else "trial.failed", describe(error))
-
-
 class Notes:
     """Notes of a planning session, without duplicates."""
 
@@ -44,12 +39,7 @@ class Notes:
         return tuple(self._found)
 
     def add(self, code: str, what: str, why: BaseException | str) -> None:
-        """Record a missing measurement.
-
-        Args:
-            what: clause that names the missing figure, such as "FLOP were not counted".
-            why: the exception or a reason.
-        """
+        """Record a missing measurement: a clause such as "FLOP were not counted", and the exception or a reason."""
         reason = why.reason if isinstance(why, TrimtabError) else why if isinstance(why, str) else describe(why)
         self.record(code, f"{what}: {reason}")
 
@@ -89,18 +79,6 @@ def loss_failed(error: Exception) -> LossError:
         f"({describe(error)}).",
         hint="Run loss_fn(model, batch).backward() yourself, and correct the model, the loss function or the batch.",
         code="loss.failed",
-    )
-
-
-def planning_failed(error: Exception) -> ModelError:
-    """Return the error for a loop that planning fails on for an unknown cause."""
-    return ModelError(
-        "plan",
-        got=describe(error),
-        expected="a loop that can be measured",
-        problem=f"Planning failed with an unexpected error ({describe(error)}), whose traceback is shown above.",
-        hint="Start a plan with your own settings instead: trimtab.Plan.fixed(batch_size).",
-        code="planning.failed",
     )
 
 

@@ -17,7 +17,7 @@ import sys
 import sysconfig
 import types
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import is_dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -45,12 +45,7 @@ def default_folder() -> Path:
 
 
 class CachedPlan:
-    """The file of a plan in a cache.
-
-    Args:
-        folder: the folder of the cache.
-        parts: all that the plan depends on.
-    """
+    """The file of a plan in a cache folder, named by all that the plan depends on."""
 
     def __init__(self, folder: Path, parts: Mapping[str, Any]) -> None:
         text = json.dumps(parts, sort_keys=True, default=str)
@@ -84,16 +79,12 @@ def parts_of_key(
     """Return all that a plan depends on, as values for JSON."""
     device = next(model.parameters()).device
     groups = [{name: value for name, value in group.items() if name not in _RATES} for group in optimizer.param_groups]
+    tensors = (*model.named_parameters(), *model.named_buffers())
     return {
-        "model": repr(model),
-        "attributes": [_attributes(each) for each in model.modules()],
+        "model": _module(model),
         "fp32": torch.get_float32_matmul_precision(),
         "code": sorted({f"{_name_of(type(each))} {_digest(type(each).forward)}" for each in model.modules()}),
-        "tensors": [
-            (name, *_shape(each), each.requires_grad)
-            for name, each in (*model.named_parameters(), *model.named_buffers())
-        ],
-        "training": [each.training for each in model.modules()],
+        "tensors": [(name, *_shape(each), each.requires_grad) for name, each in tensors],
         "optimizer": [_name_of(type(optimizer)), groups, [len(group["params"]) for group in optimizer.param_groups]],
         "loss": _digest(loss_fn),
         "sources": _own_sources(),
@@ -104,9 +95,13 @@ def parts_of_key(
     }
 
 
-def _attributes(module: nn.Module) -> dict[str, Any]:
-    """Return the plain attributes of a module, such as its number of heads."""
-    return {name: value for name, value in sorted(vars(module).items()) if isinstance(value, _PLAIN)}
+def _module(module: nn.Module) -> list[Any]:
+    """Return a module's structure and the plain attributes of all submodules, such as modes and numbers of heads."""
+    attributes = [
+        {name: value for name, value in sorted(vars(each).items()) if isinstance(value, _PLAIN)}
+        for each in module.modules()
+    ]
+    return [repr(module), attributes]
 
 
 def _own_sources() -> dict[str, str]:
@@ -147,13 +142,12 @@ def _shapes(batch: Any) -> list[Any]:
 def plain_value(value: Any) -> Any:
     """Return an argument as a value for JSON, equal in every process: functions by code, tensors by shape."""
     if isinstance(value, nn.Module):
-        return [repr(value), [_attributes(each) for each in value.modules()]]
+        return _module(value)
     if callable(value) and not is_dataclass(value):
         return _digest(value)
     if isinstance(value, tuple | list) and any(isinstance(each, nn.Module) for each in value):
         return [plain_value(each) for each in value]
-    leaves = tree_flatten(value)[0]
-    if any(isinstance(leaf, Tensor) for leaf in leaves):
+    if any(isinstance(leaf, Tensor) for leaf in tree_flatten(value)[0]):
         return _shapes(value)
     try:
         return to_jsonable(value)
@@ -167,40 +161,31 @@ def _digest(function: Any) -> str:
         given = [plain_value(each) for each in (*function.args, *function.keywords.values())]
         return f"{_digest(function.func)} {[*function.keywords]} {given}"
     if isinstance(function, nn.Module):
-        return f"{function!r} {_attributes(function)} {_digest(type(function).forward)}"
+        return f"{_module(function)} {_digest(type(function).forward)}"
     inner = getattr(function, "__func__", function)
     code = getattr(inner, "__code__", None)
     if code is None:
         own = getattr(getattr(type(function), "__call__", None), "__code__", None)  # noqa: B004  # Code, not existence.
         return _name_of(type(function)) + ("" if own is None else _digest_of(own))
     defaults = [plain_value(each) for each in (*(inner.__defaults__ or ()), *(inner.__kwdefaults__ or {}).values())]
-    closed = [each.cell_contents for each in inner.__closure__ or () if _is_filled(each)]
-    # Of closed-over functions the code alone, because functions may refer to each other.
-    codes = [each.__code__ for each in closed if isinstance(each, types.FunctionType)]
-    closed = [each for each in closed if isinstance(each, _PLAIN)] + [_digest_of(each) for each in codes]
+    closed: list[Any] = []
+    for cell in inner.__closure__ or ():
+        with contextlib.suppress(ValueError):  # An empty cell.
+            value = cell.cell_contents
+            # Of closed-over functions the code alone, because functions may refer to each other.
+            if isinstance(value, types.FunctionType):
+                closed.append(_digest_of(value.__code__))
+            elif isinstance(value, _PLAIN):
+                closed.append(value)
     return f"{getattr(function, '__qualname__', '')} {_digest_of(code)} {defaults} {closed}"
 
 
-def _is_filled(cell: Any) -> bool:
-    try:
-        return cell.cell_contents is not None
-    except ValueError:
-        return False
-
-
 def _digest_of(code: types.CodeType) -> str:
-    digest = hashlib.sha256()
-    for part in _parts(code):
-        digest.update(part)
-    return digest.hexdigest()[:16]
-
-
-def _parts(code: types.CodeType) -> Iterator[bytes]:
-    yield code.co_code
-    yield repr(code.co_names).encode()
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            yield from _parts(constant)
-        else:
-            # The order of a set's items differs between processes.
-            yield repr(sorted(map(repr, constant)) if isinstance(constant, frozenset) else constant).encode()
+    constants = [
+        # The order of a set's items differs between processes.
+        sorted(map(repr, each)) if isinstance(each, frozenset) else repr(each)
+        for each in code.co_consts
+        if not isinstance(each, types.CodeType)
+    ]
+    inner = [_digest_of(each) for each in code.co_consts if isinstance(each, types.CodeType)]
+    return hashlib.sha256(repr((code.co_code, code.co_names, constants, inner)).encode()).hexdigest()[:16]

@@ -27,7 +27,6 @@ from torch import Tensor, nn
 from trimtab.core.choice import Proof, RefusedByProof, SplitCheck
 from trimtab.planner.plan_choice import chosen_candidate
 from trimtab.plans.profile import Candidate, Profile, ProvedCandidate
-from trimtab.profiling.example_batch import own_loss
 from trimtab.profiling.gradient_equivalence import other_values
 from trimtab.profiling.measurement_notes import describe
 from trimtab.profiling.random_masks import drawing_modules, dropout_off
@@ -41,7 +40,7 @@ from trimtab.profiling.rounding_tolerance import (
     norms,
     total,
 )
-from trimtab.profiling.training_loop import TrainingLoop
+from trimtab.profiling.training_loop import TrainingLoop, own_loss
 from trimtab.settings import SEARCHED
 from trimtab.state.loop_state import LoopState
 from trimtab.state.object_snapshots import host_copy
@@ -92,20 +91,6 @@ _FP32 = Tolerance(relative=1e-4, moved=1e-3, times=30.0, most=0.3)
 _REDUCED = Tolerance(relative=0.02, moved=0.05, times=4.0, most=0.9)
 
 
-@dataclass(frozen=True)
-class _Comparison:
-    """How the optimizer steps of a plan are compared with those of the unchanged loop.
-
-    Args:
-        pieces: micro-batch size of the unchanged loop in the comparison.
-        drops: True if dropout stays on in both.
-    """
-
-    candidate: Candidate
-    pieces: int
-    drops: bool
-
-
 def prove(
     subject: TrainingLoop,
     candidate: Candidate,
@@ -115,12 +100,8 @@ def prove(
 ) -> Proof:
     """Compare the training of a candidate with the unchanged loop; state is restored.
 
-    Extra memory: a copy of gradients, parameters, buffers and optimizer state on the host, and a second copy if
-    `start` is not given.
-
-    Args:
-        reference: the loop's own settings.
-        step_s: seconds per step of the loop; a long step is proved on fewer samples.
+    Extra memory: a copy of gradients, parameters, buffers and optimizer state on the host, and a second copy without
+    `start`. A long step (`step_s`, seconds) is proved on fewer samples.
     """
     changed = _changed(candidate, reference)
     samples = _samples(subject.rows, candidate, step_s)
@@ -129,10 +110,11 @@ def prove(
         try:
             own = _scaled(reference, subject.rows, samples).micro_batch
             tried = _scaled(candidate, subject.rows, samples)
-            with contextlib.ExitStack() as stack:
-                stack.callback(state.restore)
+            try:
                 smaller = subject if samples >= subject.rows else replace(subject.first(samples), example=None)
                 return _prove(smaller, tried, own, changed, state)
+            finally:
+                state.restore()
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
@@ -149,7 +131,7 @@ def refuted_settings(
     step_s: float | None = None,
     start: LoopState | None = None,
 ) -> tuple[str, ...]:
-    """Return the settings that caused a proof to fail, found by leaving settings out.
+    """Return the settings that caused a proof to fail.
 
     If the proof holds without a setting, that setting is the cause. Otherwise the causes are all settings that fail
     alone, or all changed settings if none does.
@@ -205,18 +187,18 @@ def with_proof(
             # A loop that is NaN without any setting cannot prove any; the cause is not searched for.
             if proof.code != _NON_FINITE or prove(subject, reference, reference, step_s, start).code != _NON_FINITE:
                 causes = refuted_settings(subject, candidate, reference, step_s, start)
-    for name in causes:
-        value = None if name == "micro_batch" else getattr(candidate, name)
-        profile = replace(
-            profile,
-            refused_by_proof=(
-                *profile.refused_by_proof,
-                RefusedByProof(name, value, f"not proved equivalent: {proof.reason}", proof.code),
-            ),
+    refused = [
+        RefusedByProof(
+            name,
+            None if name == "micro_batch" else getattr(candidate, name),
+            f"not proved equivalent: {proof.reason}",
+            proof.code,
         )
-        if name == "micro_batch":
-            profile = replace(profile, check=SplitCheck(False, proof.reason, code="split.plan_differs"))
-    return profile, False
+        for name in causes
+    ]
+    if "micro_batch" in causes:
+        profile = replace(profile, check=SplitCheck(False, proof.reason, code="split.plan_differs"))
+    return replace(profile, refused_by_proof=(*profile.refused_by_proof, *refused)), False
 
 
 def _samples(rows: int, candidate: Candidate, step_s: float | None) -> int:
@@ -233,16 +215,13 @@ def _scaled(candidate: Candidate, rows: int, samples: int) -> Candidate:
     """Return a candidate for fewer samples that are split and chunked in the same proportions as the batch."""
     if samples == rows:
         return candidate
-    micro = samples if candidate.micro_batch >= rows else _scaled_micro_batch(candidate.micro_batch, rows, samples)
-    chunk = None if candidate.loss_chunk is None else max(1, candidate.loss_chunk * samples // rows)
-    return candidate.having(micro_batch=micro, loss_chunk=chunk)
-
-
-def _scaled_micro_batch(micro_batch: int, rows: int, samples: int) -> int:
-    """Return the micro-batch for fewer samples; the last one is smaller if and only if the plan's last one is."""
-    is_uneven, wanted = rows % micro_batch != 0, micro_batch * samples / rows
-    alike = [size for size in range(1, samples) if (samples % size != 0) == is_uneven]
-    return min(alike, key=lambda size: abs(size - wanted), default=max(1, int(wanted)))
+    micro, chunk = samples, candidate.loss_chunk
+    if candidate.micro_batch < rows:
+        # The last micro-batch is smaller if and only if the plan's last one is.
+        is_uneven, wanted = rows % candidate.micro_batch != 0, candidate.micro_batch * samples / rows
+        alike = [size for size in range(1, samples) if (samples % size != 0) == is_uneven]
+        micro = min(alike, key=lambda size: abs(size - wanted), default=max(1, int(wanted)))
+    return candidate.having(micro_batch=micro, loss_chunk=chunk and max(1, chunk * samples // rows))
 
 
 def _prove(
@@ -257,18 +236,20 @@ def _prove(
     drawing = set[nn.Module]()
     with contextlib.suppress(Exception):  # The unchanged loop fails too, and that error is reported.
         drawing = drawing_modules(subject.trained, subject.loss)
-    for precision, comparison in _comparisons(subject, candidate, own_pieces):
-        proof = _compared(subject, start, batches, precision, comparison, changed, drawing)
+    for precision, tried, pieces, drops in _comparisons(subject, candidate, own_pieces):
+        steps = _TwoSteps(subject, start, batches, precision, tried, pieces, drops, drawing)
+        proof = _compared(steps, changed)
         unusable = isinstance(proof, Proof) and proof.code in ("proof.baseline_failed", _NON_FINITE)
         if unusable and subject.second is None and batches[1] is not subject.batch:
             start.restore()  # The user's loss may reject made-up values, or be infinite for them.
             batches = (subject.batch, subject.batch)
-            proof = _compared(subject, start, batches, precision, comparison, changed, drawing)
+            steps = replace(steps, batches=batches)
+            proof = _compared(steps, changed)
         for seed in range(2, 2 + _OTHER_STARTS):  # Seed 1 perturbs weights to measure rounding.
             if not (isinstance(proof, Proof) and proof.code == "proof.differs" and (proof.worst or 0) < _SMALL_ERROR):
                 break
             start.restore()
-            again = _compared(subject, start, batches, precision, comparison, changed, drawing, seed)
+            again = _compared(replace(steps, start_seed=seed), changed)
             proof = proof if isinstance(again, Proof) else again
         if isinstance(proof, Proof):
             if proof.code == "proof.baseline_failed" and precision != candidate.precision:
@@ -288,11 +269,14 @@ def _prove(
     return Proof(True, reason, "proof.holds", changed, names, tensors, largest.ratio)
 
 
-def _comparisons(subject: TrainingLoop, candidate: Candidate, own_pieces: int) -> Iterator[tuple[str, _Comparison]]:
-    """Yield (precision, comparison): in fp32, then in the planned precision.
+def _comparisons(
+    subject: TrainingLoop, candidate: Candidate, own_pieces: int
+) -> Iterator[tuple[str, Candidate, int, bool]]:
+    """Yield (precision, candidate, micro-batch size of the unchanged loop, True if dropout stays on in both).
 
-    A model compiled in another precision is not compiled for fp32 too. A plan that splits or recomputes is also
-    compared with dropout on, against an unchanged loop with the same split: both must draw the same masks.
+    In fp32, then in the planned precision. A model compiled in another precision is not compiled for fp32 too. A plan
+    that splits or recomputes is also compared with dropout on, against an unchanged loop with the same split: both must
+    draw the same masks.
     """
     own, pieces = (min(size, subject.rows) for size in (own_pieces, candidate.micro_batch))
 
@@ -302,12 +286,11 @@ def _comparisons(subject: TrainingLoop, candidate: Candidate, own_pieces: int) -
     in_fp32 = candidate.having(precision="fp32")
     if candidate.precision != "fp32":
         in_fp32 = in_fp32.having(compiled=False)
-    yield "fp32", _Comparison(in_fp32, own, drops=may_drop(in_fp32))
+    yield "fp32", in_fp32, own, may_drop(in_fp32)
     if (pieces != own or in_fp32.recompute is not None) and not may_drop(in_fp32):
-        same_masks = in_fp32.having(compiled=False, memory_layout="keep")
-        yield "fp32", _Comparison(same_masks, pieces, drops=True)
+        yield "fp32", in_fp32.having(compiled=False, memory_layout="keep"), pieces, True
     if candidate.precision != "fp32":
-        yield candidate.precision, _Comparison(candidate, own, drops=may_drop(candidate))
+        yield candidate.precision, candidate, own, may_drop(candidate)
 
 
 @dataclass(frozen=True)
@@ -315,6 +298,9 @@ class _TwoSteps:
     """Two optimizer steps of the unchanged loop or of the plan, always from the same state.
 
     Args:
+        pieces: micro-batch size of the unchanged loop.
+        drops: True if dropout stays on in both.
+        drawing: modules with their own random numbers.
         start_seed: seed of a perturbation of the starting weights in their last bit; 0 for none.
     """
 
@@ -322,18 +308,19 @@ class _TwoSteps:
     start: LoopState
     batches: Sequence[Any]
     precision: str
-    comparison: _Comparison
+    candidate: Candidate
+    pieces: int
+    drops: bool
     drawing: Collection[nn.Module]
     start_seed: int = 0
 
     def plain(self, see: _See) -> None:
-        _plain_steps(self.subject, self.batches, self.precision, self.comparison.pieces, see)
+        _plain_steps(self.subject, self.batches, self.precision, self.pieces, see)
 
     def planned(self, see: _See) -> None:
-        _planned_steps(self.subject, self.comparison.candidate, self.batches, see)
+        _planned_steps(self.subject, self.candidate, self.batches, see)
 
     def copies(self, loop: _Loop) -> _Copies:
-        """Return host copies of a loop's results."""
         found: _Copies = {}
 
         def see(kind: str, tensors: Mapping[str, Tensor]) -> None:
@@ -357,7 +344,7 @@ class _TwoSteps:
         model = self.subject.trained
         with contextlib.ExitStack() as stack:
             stack.enter_context(_subject_with_rate(self.subject))
-            if not self.comparison.drops:
+            if not self.drops:
                 stack.enter_context(dropout_off(model, self.drawing))
             if self.start_seed:
                 stack.enter_context(last_bits_moved(model, seed=self.start_seed))
@@ -366,25 +353,15 @@ class _TwoSteps:
             loop(see)
 
 
-def _compared(
-    subject: TrainingLoop,
-    start: LoopState,
-    batches: Sequence[Any],
-    precision: str,
-    comparison: _Comparison,
-    changed: tuple[str, ...],
-    drawing: Collection[nn.Module],
-    start_seed: int = 0,
-) -> tuple[Difference, int] | Proof:
+def _compared(steps: _TwoSteps, changed: tuple[str, ...]) -> tuple[Difference, int] | Proof:
     """Return the largest difference and the number of compared tensors, or a failed proof."""
-
-    steps = _TwoSteps(subject, start, batches, precision, comparison, drawing, start_seed)
+    precision = steps.precision
     try:
         expected = steps.copies(steps.plain)
     except Exception as error:
         return _failed("proof.baseline_failed", "your loop", error, changed)
-    start.restore()
-    judge = _Judge(_FP32 if precision == "fp32" else _REDUCED, _state(subject), expected)
+    steps.start.restore()
+    judge = _Judge(_FP32 if precision == "fp32" else _REDUCED, _state(steps.subject), expected)
     if name := judge.non_finite():
         reason = f"two optimizer steps of your loop in {precision} make {name} NaN or infinite"
         return Proof(False, reason, _NON_FINITE, changed)
@@ -420,10 +397,9 @@ def _failed(code: str, who: str, error: Exception, changed: tuple[str, ...]) -> 
 
 
 class _Judge:
-    """Compares the results of two loops, with a tolerance for each tensor.
+    """Compares the results of two loops, with a tolerance for every tensor.
 
     Args:
-        tolerance: relative tolerances.
         before: state that both loops start from.
         expected: results of the unchanged loop; only norms are kept.
     """
@@ -440,19 +416,13 @@ class _Judge:
         self._rounding = {kind: dict.fromkeys(tensors, 0.0) for kind, tensors in expected.items()}
 
     def non_finite(self) -> str:
-        """Return the name of a gradient or once finite parameter that the unchanged loop made NaN or infinite, or "".
-
-        Buffers are ignored, because a mask may contain infinities.
-        """
+        """Return a gradient or once finite parameter that the unchanged loop made NaN or infinite, or ""."""
         names = (f"the gradient of {name}" for name, size in self._sizes.items() if not math.isfinite(size))
         parameters = (name for name in self._sizes if not math.isfinite(self._moved.get(name, 0.0)))
         return next(itertools.chain(names, parameters), "")
 
     def not_reproducible(self, again: _Apart) -> str:
-        """Return a parameter whose gradient differs in a second run of the unchanged loop, or "".
-
-        Differences in rounding, as from atomic additions on a GPU, are accepted.
-        """
+        """Return a parameter whose gradient differs by more than rounding in a second unchanged loop, or ""."""
         least = 1e-5 * total(self._sizes)
         found = largest_difference(
             again["gradients"], {name: 1e-4 * size + least for name, size in self._sizes.items()}, self._sizes
@@ -465,13 +435,11 @@ class _Judge:
             known.update({name: max(rounding[kind].get(name, 0.0), size) for name, size in known.items()})
 
     def largest(self, apart: _Apart) -> Difference:
-        """Return the largest difference from another loop, relative to the tolerance."""
         gradients = largest_difference(apart["gradients"], self._allowed_of_gradients(), self._sizes)
         after = largest_difference(apart["state"], self._allowed_of_state(), self._moved)
         return max(replace(gradients, name=f"the gradient of {gradients.name}"), after, key=lambda each: each.ratio)
 
     def _allowed_of_gradients(self) -> Norms:
-        """Return the tolerance of each gradient."""
         least, allowed = _SMALLEST * total(self._sizes), self._tolerance.relative
         return {
             name: allowed * size + least + self._explained(self._rounding["gradients"][name], size, name)
@@ -479,7 +447,6 @@ class _Judge:
         }
 
     def _allowed_of_state(self) -> Norms:
-        """Return the tolerance of each parameter, buffer and tensor of optimizer state."""
         allowed: Norms = {}
         for name, moved in self._moved.items():
             rounding = 4 * self._epsilons.get(name, 0.0) * self._before.get(name, 0.0)
@@ -505,7 +472,6 @@ class _Judge:
 
 
 def _plain_steps(subject: TrainingLoop, batches: Sequence[Any], precision: str, pieces: int, see: _See) -> None:
-    """Train two steps in a plain loop."""
     optimizer, device = subject.optimizer, subject.device
     # Another scale than a run's initial one: a non-linear backward would compute other gradients with it.
     scaler = torch.amp.GradScaler(device.type, init_scale=_PLAIN_SCALE, enabled=precision == "fp16")
@@ -549,7 +515,6 @@ def _accumulate(subject: TrainingLoop, batch: Any, precision: str, pieces: int, 
 
 
 def _planned_steps(subject: TrainingLoop, candidate: Candidate, batches: Sequence[Any], see: _See) -> None:
-    """Train two steps in a run of the plan."""
     first, second = batches
     with subject.start(candidate) as run:
         for _ in range(_MOST_SCALES):
@@ -575,10 +540,7 @@ def _gradients(subject: TrainingLoop) -> dict[str, Tensor]:
 
 
 def _state(subject: TrainingLoop) -> dict[str, Tensor]:
-    """Return parameters, buffers and tensors of optimizer state by name.
-
-    Step counters are left out, because a fused step uses another dtype for them.
-    """
+    """Return parameters, buffers and tensors of optimizer state by name, without step counters."""
     model, optimizer = subject.trained, subject.optimizer
     found: dict[str, Tensor] = {name: p.detach() for name, p in model.named_parameters()}
     found |= {name: buffer.detach() for name, buffer in model.named_buffers()}
@@ -592,18 +554,15 @@ def _state(subject: TrainingLoop) -> dict[str, Tensor]:
 @contextlib.contextmanager
 def _subject_with_rate(subject: TrainingLoop) -> Iterator[None]:
     """Raise learning rates too small to move weights (first step of a warm-up) inside the context."""
-    groups = [g for g in subject.optimizer.param_groups if _is_tiny(g.get("lr"))]
-    before = [group["lr"] for group in groups]
-    for group in groups:
-        rate = group["lr"]
-        group["lr"] = torch.full_like(rate, _MOVING_RATE) if isinstance(rate, Tensor) else _MOVING_RATE
+    before = []
+    for group in subject.optimizer.param_groups:
+        rate: Any = group.get("lr")
+        is_rate = isinstance(rate, float | int) or (isinstance(rate, Tensor) and rate.numel() == 1)
+        if is_rate and float(rate) < _TINY_RATE:
+            before.append((group, rate))
+            group["lr"] = torch.full_like(rate, _MOVING_RATE) if isinstance(rate, Tensor) else _MOVING_RATE
     try:
         yield
     finally:
-        for group, rate in zip(groups, before, strict=True):
+        for group, rate in before:
             group["lr"] = rate
-
-
-def _is_tiny(rate: Any) -> bool:
-    is_rate = isinstance(rate, float | int) or (isinstance(rate, Tensor) and rate.numel() == 1)
-    return is_rate and float(rate) < _TINY_RATE

@@ -22,12 +22,12 @@ from trimtab.core.errors import LoopError, ModelError, OptimizerError, TrimtabEr
 from trimtab.core.objective import Budget, Objective, Reference
 from trimtab.core.progress import silent
 from trimtab.energy.meter_selection import SelectedMeter, with_idle
-from trimtab.measure import page_faults
+from trimtab.measure import timing
 from trimtab.measure.machine import device_spec, environment
 from trimtab.measure.timing import PhaseClock, loaded_machine_clock, time_call
 from trimtab.nn import LossHead
 from trimtab.planner.recommendations import padded_vocabulary
-from trimtab.planner.search import BlockMeasurements, MemoryTraces, SearchPhase, is_hurried, next_measurement
+from trimtab.planner.search import BlockMeasurements, MemoryTraces, is_hurried, next_measurement
 from trimtab.planner.search_space import put_first
 from trimtab.planner.statistics import rank_interval
 from trimtab.plans.profile import (
@@ -37,28 +37,24 @@ from trimtab.plans.profile import (
     RecomputableBlocks,
     TracedBlocks,
     TracedCandidate,
-    Trial,
     is_final,
 )
 from trimtab.profiling.block_profile import measure_recomputable, num_steps
 from trimtab.profiling.candidate_traces import trace_candidates, trace_for_others
-from trimtab.profiling.example_batch import own_loss
 from trimtab.profiling.gradient_equivalence import check_splitting
-from trimtab.profiling.loop_facts import loop_facts, with_tested_step
+from trimtab.profiling.loop_facts import count_step, is_of_loss, loop_facts, require_plain_step, with_tested_step
 from trimtab.profiling.measurement_notes import (
     CallbackError,
     Notes,
     describe,
-    planning_failed,
     progress_with_callback_errors,
     report_not_restorable,
 )
 from trimtab.profiling.plan_proof import with_proof
 from trimtab.profiling.sample_batches import SampledBatches, draw_some, waiting_s
 from trimtab.profiling.smoke_test import CrashTest
-from trimtab.profiling.step_counts import count_step, is_of_loss, require_plain_step
 from trimtab.profiling.target_device import trace_blocks_for_others
-from trimtab.profiling.training_loop import TrainingLoop, one_at_a_time
+from trimtab.profiling.training_loop import TrainingLoop, one_at_a_time, own_loss
 from trimtab.profiling.trials import TrialPower, run_stage
 from trimtab.settings.loss_chunk import count_head_tokens
 from trimtab.state import process_state
@@ -152,45 +148,36 @@ def _hooks_of_own_step(subject: TrainingLoop, precision: str) -> tuple[GradientH
 def padding_saves_s(model: nn.Module, words: int, tokens: int, precision: str) -> float | None:
     """Return the seconds per step that padding the head's columns would save; 0 if not significant.
 
-    Timed on random features and weights, a few hundred tokens at a time, forward and backward.
-
-    Args:
-        tokens: rows of the logits per step.
-
-    Returns:
-        None if no padding is needed, no linear layer has this many outputs, or memory runs out.
+    Timed on random features and weights, a few hundred tokens at a time, forward and backward. None if no padding is
+    needed, no linear layer has this many outputs, or memory runs out.
     """
     head = next((each for each in model.modules() if isinstance(each, nn.Linear) and each.out_features == words), None)
     if head is None or words < MIN_WORDS or words == padded_vocabulary(words):
         return None
-    few = min(tokens, _TOKENS)
+    device, few = head.weight.device, min(tokens, _TOKENS)
+
+    def products(rows: Tensor, weight: Tensor) -> None:
+        with autocast(precision, device):
+            logits = nn.functional.linear(rows, weight)
+        torch.autograd.grad(logits, [rows, weight], torch.ones_like(logits))
+
     try:
-        saved = _saved_s(head.in_features, words, few, precision, head.weight.device)
+        rows, *weights = (
+            torch.randn(n, head.in_features, device=device, requires_grad=True)
+            for n in (few, words, padded_vocabulary(words))
+        )
+        seconds: list[tuple[float, float]] = []
+        for index in range(1 + _PAIRS):
+            order = (1, 0) if index % 2 else (0, 1)
+            taken = {i: time_call(functools.partial(products, rows, weights[i]), device) for i in order}
+            seconds.append((taken[0], taken[1]))
     except Exception as error:
         if not is_out_of_memory(error):
             raise
         return None
-    return saved * tokens / few
-
-
-def _saved_s(width: int, words: int, tokens: int, precision: str, device: torch.device) -> float:
-    rows = torch.randn(tokens, width, device=device, requires_grad=True)
-    arms = {n: torch.randn(n, width, device=device, requires_grad=True) for n in (words, padded_vocabulary(words))}
-    seconds: dict[int, list[float]] = {n: [] for n in arms}
-    for index in range(-1, _PAIRS):
-        for n in sorted(arms, reverse=bool(index % 2)):
-            took = time_call(functools.partial(_products, rows, arms[n], precision), device)
-            if index >= 0:  # The first round is a warm-up.
-                seconds[n].append(took)
-    ours, theirs = seconds[words], seconds[padded_vocabulary(words)]
-    is_clear = rank_interval([a / b for a, b in zip(ours, theirs, strict=True)]).low > 1
-    return statistics.median(a - b for a, b in zip(ours, theirs, strict=True)) if is_clear else 0.0
-
-
-def _products(rows: Tensor, weight: Tensor, precision: str) -> None:
-    with autocast(precision, rows.device):
-        logits = nn.functional.linear(rows, weight)
-    torch.autograd.grad(logits, [rows, weight], torch.ones_like(logits))
+    counted = seconds[1:]  # The first round is a warm-up.
+    is_clear = rank_interval([ours / padded for ours, padded in counted]).low > 1
+    return statistics.median(ours - padded for ours, padded in counted) * tokens / few if is_clear else 0.0
 
 
 def _with_typed_errors(function: Callable[P, R]) -> Callable[P, R]:
@@ -205,7 +192,14 @@ def _with_typed_errors(function: Callable[P, R]) -> Callable[P, R]:
         except TrimtabError:
             raise
         except Exception as error:
-            raise planning_failed(error) from error
+            raise ModelError(
+                "plan",
+                got=(got := describe(error)),
+                expected="a loop that can be measured",
+                problem=f"Planning failed with an unexpected error ({got}), whose traceback is shown above.",
+                hint="Start a plan with your own settings instead: trimtab.Plan.fixed(batch_size).",
+                code="planning.failed",
+            ) from error
 
     return typed
 
@@ -234,8 +228,7 @@ def profile_loop(
         ModelError: parameters are not initialized, or cannot be restored.
         LoopError: a profiler session is active on this thread.
     """
-    _require_no_profiler()
-    _require_initialized(subject.trained)
+    _require_measurable(subject.trained)
     start, notes = time.perf_counter(), Notes()
     progress = progress_with_callback_errors(progress)
     is_asked = objective.energy > 0 or budget.energy is not None
@@ -243,8 +236,15 @@ def profile_loop(
     power = None if metered is None or metered.facts.is_absent else TrialPower(metered.meter, is_asked)
     loaded, loss_fn = loaded_machine_clock(subject.device), own_loss(subject.loss_fn)
     # The snapshot is made within, because it includes the number of threads.
-    with loaded as processor_fraction, unchanged_by(loss_fn, subject.trained, subject.optimizer) as snapshot:
-        _note_load(processor_fraction, notes)
+    with loaded as fraction, unchanged_by(loss_fn, subject.trained, subject.optimizer) as snapshot:
+        if fraction is not None:
+            threads = torch.get_num_threads()
+            notes.record(
+                "timing.processor_time",
+                f"other processes left each thread {100 * fraction:.0f}% of a processor, so steps were timed by "
+                f"processor time on {threads} thread{'s' * (threads > 1)}; a step of the loop takes longer until they "
+                "end",
+            )
         drawn = SampledBatches() if data is None else draw_some(subject, data, notes)
         subject = replace(subject, second=drawn.batch)
         progress("checking that splitting the batch keeps the gradient")
@@ -274,20 +274,7 @@ def profile_loop(
     return replace(profile, notes=notes.found, profiling_s=time.perf_counter() - start)
 
 
-def _note_load(processor_fraction: float | None, notes: Notes) -> None:
-    """Record that other processes load the machine, which the seconds of the profile leave out."""
-    if processor_fraction is None:
-        return
-    threads = torch.get_num_threads()
-    notes.record(
-        "timing.processor_time",
-        f"other processes left each thread {100 * processor_fraction:.0f}% of a processor, so steps were timed by "
-        f"processor time on {threads} thread{'s' * (threads > 1)}; a step of the loop takes longer until they end",
-    )
-
-
-def _require_no_profiler() -> None:
-    """Raise if the user's profiler session is active: trials would be slower, and fill the session's trace."""
+def _require_measurable(model: nn.Module) -> None:
     if is_profiled():
         raise LoopError(
             "profiler",
@@ -297,10 +284,6 @@ def _require_no_profiler() -> None:
             hint="Plan before the session starts or after it has ended.",
             code="planning.profiler_active",
         )
-
-
-def _require_initialized(model: nn.Module) -> None:
-    """Raise if a lazy module has not run: parameters without a shape cannot be stepped."""
     for name, tensor in itertools.chain(model.named_parameters(), model.named_buffers()):
         if is_lazy(tensor):
             raise ModelError(
@@ -315,15 +298,7 @@ def _require_initialized(model: nn.Module) -> None:
 
 @dataclass
 class _Search:
-    """The measurements of a loop that the planner requests.
-
-    Args:
-        snapshot: the loop's state before planning.
-        num_blocks: requested blocks per candidate.
-        power: power measurement; None without a meter.
-        start: time at which planning began, in seconds of `time.perf_counter`.
-        traces: True to trace for target devices too.
-    """
+    """The measurements of a loop that the planner requests; `start` is the time at which planning began."""
 
     subject: TrainingLoop
     snapshot: LoopState
@@ -336,12 +311,14 @@ class _Search:
     guard: CrashTest = field(init=False)
 
     def run(self, profile: Profile) -> Profile:
-        """Return the profile with phases, traces, trials and the proof of the plan."""
-        what = "the phases of a step were not timed"
-        measured = functools.partial(measure_phases, self.subject, profile.reference_candidate)
         none: tuple[dict[str, float], float | None] = ({}, None)
-        phases, num_faults = self.notes.attempt("phases.not_timed", what, measured, none)
-        fault_s = page_faults.fault_s() if profile.loop.can_retain else None
+        phases, num_faults = self.notes.attempt(
+            "phases.not_timed",
+            "the phases of a step were not timed",
+            lambda: measure_phases(self.subject, profile.reference_candidate),
+            none,
+        )
+        fault_s = timing.fault_s() if profile.loop.can_retain else None
         facts = replace(profile.loop, faults_per_step=num_faults, fault_s=fault_s)
         gc.collect()  # Objects in reference cycles, such as a loader's workers, may take long to end in a fork.
         self.guard = CrashTest(self.subject, profile.reference_candidate)
@@ -368,22 +345,21 @@ class _Search:
             elif isinstance(wanted, BlockMeasurements):
                 profile = self._with_blocks(profile, wanted, spent_s)
             else:
-                profile = profile.with_trials(self._trials(profile, wanted, spent_s))
-
-    def _trials(self, profile: Profile, stage: SearchPhase, spent_s: float) -> tuple[Trial, ...]:
-        is_last = is_final(stage.name)
-        return run_stage(
-            self.subject,
-            stage,
-            self.num_blocks,
-            self.progress,
-            profile.trials,
-            patient=not (profile.over_time_budget or (is_last and is_hurried(profile, spent_s, patient=True))),
-            guard=self.guard,
-            power=self.power,
-            run_s=(profile.run_s or 0.0) if is_last else 0.0,
-            notes=self.notes,
-        )
+                is_last = is_final(wanted.name)
+                hurries = profile.over_time_budget or (is_last and is_hurried(profile, spent_s, patient=True))
+                trials = run_stage(
+                    self.subject,
+                    wanted,
+                    self.num_blocks,
+                    self.progress,
+                    profile.trials,
+                    patient=not hurries,
+                    guard=self.guard,
+                    power=self.power,
+                    run_s=(profile.run_s or 0.0) if is_last else 0.0,
+                    notes=self.notes,
+                )
+                profile = profile.with_trials(trials)
 
     def _with_blocks(self, profile: Profile, blocks: BlockMeasurements, spent_s: float) -> Profile:
         """Return the profile with candidates' blocks measured: all, or those needed if there is no time for all."""
@@ -405,38 +381,53 @@ class _Search:
             return profile
         best = [*put_first(profile, profile.objective, profile.limits(profile.budget)), profile.reference_candidate][0]
         rows, words = profile.loop.logits
-
-        def saves_s() -> float | None:
-            return padding_saves_s(self.subject.model, words, rows, best.precision)
-
-        found = self.notes.attempt("padding.not_timed", "a padded vocabulary was not timed", saves_s, None)
+        found = self.notes.attempt(
+            "padding.not_timed",
+            "a padded vocabulary was not timed",
+            lambda: padding_saves_s(self.subject.model, words, rows, best.precision),
+            None,
+        )
         return replace(profile, loop=replace(profile.loop, padding_saves_s=found))
 
     def _with_traces_for_others(self, profile: Profile) -> Profile:
-        def steps() -> tuple[TracedCandidate, ...]:
-            return trace_for_others(self.subject, profile, self.progress)
-
-        def blocks() -> tuple[TracedBlocks, ...]:
-            return trace_blocks_for_others(self.subject, with_steps, self.progress)
-
-        what = "steps were not traced for other devices"
-        with_steps = replace(profile, target_device_traces=self.notes.attempt("traces.not_made", what, steps, ()))
-        what = "blocks were not traced for other devices"
-        return replace(with_steps, target_device_blocks=self.notes.attempt("traces.not_made", what, blocks, ()))
+        steps = self.notes.attempt(
+            "traces.not_made",
+            "steps were not traced for other devices",
+            lambda: trace_for_others(self.subject, profile, self.progress),
+            tuple[TracedCandidate, ...](),
+        )
+        blocks = self.notes.attempt(
+            "traces.not_made",
+            "blocks were not traced for other devices",
+            lambda: trace_blocks_for_others(self.subject, [each.candidate for each in steps], profile, self.progress),
+            tuple[TracedBlocks, ...](),
+        )
+        return replace(profile, target_device_traces=steps, target_device_blocks=blocks)
 
 
 def measure_phases(subject: TrainingLoop, candidate: Candidate) -> tuple[dict[str, float], float | None]:
     """Return a candidate's seconds per step by phase (slicing, forward, backward, optimizer), and the page faults.
 
-    "slicing" splits the batch into micro-batches and moves them to the device; drawing batches is timed separately.
-    The first step is not counted, and long steps are repeated less often. State is restored.
+    "slicing" splits the batch into micro-batches and moves them to the device. The first step is not counted, and long
+    steps are repeated less often. State is restored.
     """
     with LoopState(subject.trained, subject.optimizer), subject.start(candidate) as run:
         subject.step(run)
-        clock, faults, steps = PhaseClock(subject.device), [page_faults.num_faults()], 0
+        clock, faults, steps = PhaseClock(subject.device), [timing.num_faults()], 0
         while steps == 0 or (steps < _PHASE_STEPS and sum(clock.seconds.values()) * (1 + 1 / steps) <= _PHASES_S):
-            _phased_step(run, subject, clock)
-            faults.append(page_faults.num_faults())
+            micros = iter(run.window(subject.batch))
+            while True:
+                with clock.phase("slicing"):
+                    micro = next(micros, None)
+                if micro is None:
+                    break
+                with clock.phase("forward"), run.autocast():
+                    result = subject.loss_fn(run.model, micro)
+                with clock.phase("backward"):
+                    run.backward(result)
+            with clock.phase("optimizer"):
+                run.step()
+            faults.append(timing.num_faults())
             steps += 1
     phases = {name: seconds / steps for name, seconds in clock.seconds.items()}
     # The median, because the first step may still fault in memory that later steps keep.
@@ -444,28 +435,14 @@ def measure_phases(subject: TrainingLoop, candidate: Candidate) -> tuple[dict[st
     return phases, statistics.median(each) if each else None
 
 
-def _phased_step(run: Any, subject: TrainingLoop, clock: PhaseClock) -> None:
-    micros = iter(run.window(subject.batch))
-    while True:
-        with clock.phase("slicing"):
-            micro = next(micros, None)
-        if micro is None:
-            break
-        with clock.phase("forward"), run.autocast():
-            result = subject.loss_fn(run.model, micro)
-        with clock.phase("backward"):
-            run.backward(result)
-    with clock.phase("optimizer"):
-        run.step()
-
-
 def _facts(subject: TrainingLoop, precision: str, notes: Notes, hooks: tuple[GradientHook, ...]) -> LoopFacts:
     model, optimizer = subject.model, subject.optimizer
-    with contextlib.ExitStack() as open_ones:
-        what = "chunked loss heads were not tried, because the loss head could not be observed"
-        none: dict[LossHead, int] = {}
+    with contextlib.ExitStack() as stack:
         heads = notes.attempt(
-            "loss_head.not_watched", what, lambda: open_ones.enter_context(count_head_tokens(model)), none
+            "loss_head.not_watched",
+            "chunked loss heads were not tried, because the loss head could not be observed",
+            lambda: stack.enter_context(count_head_tokens(model)),
+            dict[LossHead, int](),
         )
         counts = count_step(subject, precision, notes)
     hazard = notes.attempt(

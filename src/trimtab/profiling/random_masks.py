@@ -1,8 +1,8 @@
 """Random numbers drawn in a forward: dropout that is disabled, masks shared between samples, and replay of masks.
 
 Dropout may be disabled in the splitting check because micro-batches draw masks from the same distribution. This
-requires a separate mask for each sample. A mask of a weight, or a single number for the whole batch, is drawn again
-in each micro-batch, and the step averages over several masks.
+requires a separate mask for every sample. A mask of a weight, or a single number for the whole batch, is drawn again
+in every micro-batch, and the step averages over several masks.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ import contextlib
 import inspect
 import warnings
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
 
-from trimtab.measure.dispatch_mode import EagerDispatchMode
+from trimtab.measure.fake_tensors import EagerDispatchMode
 from trimtab.settings.dropout import dropout_modules
 
 # Name parts of third-party layers that may draw their own masks (DropPath, DropBlock).
@@ -30,7 +30,6 @@ _IGNORED = ("aten::_cudnn_init_dropout_state",)  # Drawn once per process, with 
 _FAR = 3.0  # Standard deviations.
 # Warning about global hooks, which are trimtab's own.
 _OF_GLOBAL_HOOKS = r"Using `torch\.compile\(module\)` when there are global hooks"
-_EXTREMES = (0, 1)
 VARIANTS = 5  # Variants of drawn numbers: the two extremes, and three seeds.
 
 
@@ -42,8 +41,8 @@ def dropout_off(model: nn.Module, drawing: Collection[nn.Module] = ()) -> Iterat
     layers and randomized ReLU are intercepted at torch's functions, so modules stay in training mode.
 
     Args:
-        drawing: modules from `own_droppers` that draw random numbers. Layers with their own masks are put into
-            evaluation mode, and probabilities are set to 0.
+        drawing: modules from `own_droppers` that draw random numbers: layers with their own masks go into evaluation
+            mode, and probabilities are set to 0.
     """
     own = own_droppers(model)
     modes = [module for module in drawing if _is_drop_layer(module) and module.training]
@@ -64,10 +63,7 @@ def dropout_off(model: nn.Module, drawing: Collection[nn.Module] = ()) -> Iterat
 
 
 def own_droppers(model: nn.Module) -> set[nn.Module]:
-    """Return modules outside torch that may drop values with their own masks.
-
-    These are layers with a telling class name, such as `DropPath`, and modules with a dropout probability.
-    """
+    """Return modules outside torch with a telling class name, such as `DropPath`, or a dropout probability."""
     named = {module for module in model.modules() if _is_drop_layer(module)}
     return named | {module for module, _ in dropout_modules(model) if not _is_of_torch(module)}
 
@@ -82,25 +78,26 @@ def _is_of_torch(module: nn.Module) -> bool:
 
 
 class _DropoutOff(TorchFunctionMode):
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Sequence[type], args: Any = (), kwargs: Any = None
-    ) -> Any:
-        replacement = _REPLACEMENTS.get(func)
-        if replacement is None:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        replacement = _REPLACEMENTS.get(func, func)
+        if replacement is func:
             return func(*args, **(kwargs or {}))
         return replacement(func, list(args), dict(kwargs or {}))
 
 
-def _input(func: Callable[..., Any], args: list[Any], kwargs: dict[str, Any]) -> Any:
+_Function = Callable[..., Any]
+
+
+def _input(func: _Function, args: list[Any], kwargs: dict[str, Any]) -> Any:
     return args[0] if args else kwargs["input"]
 
 
-def _input_and_mask(func: Callable[..., Any], args: list[Any], kwargs: dict[str, Any]) -> Any:
+def _input_and_mask(func: _Function, args: list[Any], kwargs: dict[str, Any]) -> Any:
     value = _input(func, args, kwargs)
     return value, torch.ones_like(value, dtype=torch.bool)
 
 
-def _without_attention_dropout(func: Callable[..., Any], args: list[Any], kwargs: dict[str, Any]) -> Any:
+def _without_attention_dropout(func: _Function, args: list[Any], kwargs: dict[str, Any]) -> Any:
     place = 4  # scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, ...)
     if len(args) > place:
         args[place] = 0.0
@@ -109,37 +106,24 @@ def _without_attention_dropout(func: Callable[..., Any], args: list[Any], kwargs
     return func(*args, **kwargs)
 
 
-def _not_training(func: Callable[..., Any], args: list[Any], kwargs: dict[str, Any]) -> Any:
+def _not_training(func: _Function, args: list[Any], kwargs: dict[str, Any]) -> Any:
     bound = inspect.signature(func).bind(*args, **kwargs)
     bound.arguments["training"] = False  # In these functions, `training` only controls random numbers.
     return func(*bound.args, **bound.kwargs)
 
 
-def _without_layer_dropout(func: Callable[..., Any], args: list[Any], kwargs: dict[str, Any]) -> Any:
+def _without_layer_dropout(func: _Function, args: list[Any], kwargs: dict[str, Any]) -> Any:
     # The only float argument of a recurrent kernel; its position differs between padded and packed inputs.
     return func(*(0.0 if isinstance(arg, float) else arg for arg in args), **kwargs)
 
 
-_REPLACEMENTS: dict[Callable[..., Any], Callable[[Callable[..., Any], list[Any], dict[str, Any]], Any]] = {
-    **dict.fromkeys(
-        (
-            F.dropout,
-            F.dropout1d,
-            F.dropout2d,
-            F.dropout3d,
-            F.alpha_dropout,
-            F.feature_alpha_dropout,
-            torch.dropout,
-            torch.dropout_,
-            torch.alpha_dropout,
-            torch.alpha_dropout_,
-            torch.feature_dropout,
-            torch.feature_dropout_,
-            torch.feature_alpha_dropout,
-            torch.feature_alpha_dropout_,
-        ),
-        _input,
-    ),
+_DROPOUTS = (
+    *(F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout),
+    *(torch.dropout, torch.dropout_, torch.alpha_dropout, torch.alpha_dropout_),
+    *(torch.feature_dropout, torch.feature_dropout_, torch.feature_alpha_dropout, torch.feature_alpha_dropout_),
+)
+_REPLACEMENTS: dict[_Function, _Function] = {
+    **dict.fromkeys(_DROPOUTS, _input),
     torch.native_dropout: _input_and_mask,
     F.scaled_dot_product_attention: _without_attention_dropout,
     **dict.fromkeys((F.multi_head_attention_forward, F.rrelu), _not_training),
@@ -149,12 +133,7 @@ _REPLACEMENTS: dict[Callable[..., Any], Callable[[Callable[..., Any], list[Any],
 
 @dataclass(frozen=True)
 class MaskDraw:
-    """A place in the code that draws random numbers.
-
-    Args:
-        module: innermost module with a running forward; None in the loss.
-        operator: name of the operator, such as "aten::bernoulli_.float".
-    """
+    """A place that draws random numbers: the innermost running module (None in the loss) and the operator's name."""
 
     module: nn.Module | None
     operator: str
@@ -170,54 +149,21 @@ class UnmatchedMasks(RuntimeError):
     """A part of a batch draws other random numbers than the whole batch does for the same samples."""
 
 
-class _Modules:
-    """Tracks the innermost module with a running forward."""
-
-    def __init__(self, entered: Callable[[nn.Module], None] | None = None) -> None:
-        self._running: list[nn.Module] = []
-        self._entered = entered
-
-    @property
-    def innermost(self) -> nn.Module | None:
-        """Innermost module with a running forward; None in the loss."""
-        return self._running[-1] if self._running else None
-
-    @contextlib.contextmanager
-    def tracked(self, left: Callable[[nn.Module], None] | None = None) -> Iterator[None]:
-        """Track the forwards of all modules inside the context."""
-
-        def enter(module: nn.Module, _: Any) -> None:
-            self._running.append(module)
-            if self._entered is not None:
-                self._entered(module)
-
-        def leave(module: nn.Module, *_: Any) -> None:
-            while self._running and self._running.pop() is not module:
-                pass
-            if left is not None:
-                left(module)
-
-        handles = register_module_forward_pre_hook(enter), register_module_forward_hook(leave, always_call=True)
-        try:
-            with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", message=_OF_GLOBAL_HOOKS)
-                yield
-        finally:
-            for handle in handles:
-                handle.remove()
-
-
 class _Seeded(EagerDispatchMode):
     """Dispatch mode that passes operators with random results to a callback, below autograd.
 
     Args:
         drawn: called with the place, the result, a function that draws again, and the operator's arguments; returns
             the result to use.
+
+    Attributes:
+        running: modules with a running forward, innermost last.
     """
 
     def __init__(self, drawn: Callable[[MaskDraw, Any, Callable[[], Any], Any, Any], Any]) -> None:
         super().__init__()
-        self._drawn, self._modules = drawn, _Modules()
+        self._drawn = drawn
+        self.running: list[nn.Module] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -228,14 +174,31 @@ class _Seeded(EagerDispatchMode):
         # The operator drew nothing, such as attention without dropout.
         if all(map(torch.equal, before, _generators())):
             return result
-        draw = MaskDraw(self._modules.innermost, func.name())
+        draw = MaskDraw(self.running[-1] if self.running else None, func.name())
         return self._drawn(draw, result, lambda: func(*args, **kwargs), args, kwargs)
 
     @contextlib.contextmanager
     def on(self) -> Iterator[None]:
         """Intercept operators of this thread inside the context; compiled models run eagerly meanwhile."""
-        with self._modules.tracked(), self:
-            yield
+
+        def leave(module: nn.Module, *_: Any) -> None:
+            while self.running and self.running.pop() is not module:
+                pass
+
+        enter = register_module_forward_pre_hook(lambda module, _: self.running.append(module))
+        handles = enter, register_module_forward_hook(leave, always_call=True)
+        try:
+            with warnings.catch_warnings(), self:
+                warnings.filterwarnings("ignore", message=_OF_GLOBAL_HOOKS)
+                yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+
+def _generators() -> list[Tensor]:
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+    return [torch.get_rng_state(), *cuda]
 
 
 def _first(result: Any) -> Tensor | None:
@@ -263,15 +226,12 @@ def shared_draws(few: Mapping[MaskDraw, int], many: Mapping[MaskDraw, int], time
     """Return the draws with a number of elements that is not proportional to the number of samples.
 
     Args:
-        few: elements drawn for some samples.
-        many: elements drawn for more samples, including the first ones.
+        few, many: elements drawn for some samples, and for more samples including these.
         times: ratio of the sample counts; None if samples have different sizes, in which case more samples must draw
             more elements.
     """
-    draws = dict.fromkeys((*few, *many))
-    if times is None:
-        return [draw for draw in draws if many.get(draw, 0) <= few.get(draw, 0)]
-    return [draw for draw in draws if many.get(draw, 0) != times * few.get(draw, 0)]
+    counts = {draw: (few.get(draw, 0), many.get(draw, 0)) for draw in (*few, *many)}
+    return [draw for draw, (some, more) in counts.items() if (more <= some if times is None else more != times * some)]
 
 
 @contextlib.contextmanager
@@ -287,7 +247,7 @@ def other_draws(draws: Collection[MaskDraw], variant: int) -> Iterator[None]:
         first = _first(result)
         if draw not in draws or first is None:
             return result
-        extremes = _extremes(draw.operator, args, kwargs, first) if variant < len(_EXTREMES) else None
+        extremes = _extremes(draw.operator, args, kwargs, first) if variant < 2 else None
         if extremes is not None:
             first.fill_(extremes[variant])
             return result
@@ -325,10 +285,7 @@ def _extremes(operator: str, args: Any, kwargs: Any, result: Tensor) -> tuple[fl
 
 
 class ModuleMasks:
-    """Masks that modules outside torch draw for a batch: recorded for the whole batch, and sliced for parts.
-
-    These modules stay in training mode. The first use records, and must be on the whole batch.
-    """
+    """Masks that modules outside torch draw for a batch: recorded in the first use, and sliced for parts."""
 
     def __init__(self, model: nn.Module, samples: int) -> None:
         self._model, self._samples = model, samples
@@ -337,46 +294,33 @@ class ModuleMasks:
 
     @contextlib.contextmanager
     def of(self, first: int, samples: int) -> Iterator[None]:
-        """Use the recorded masks of a range of samples inside the context.
-
-        Raises:
-            UnmatchedMasks: a mask does not belong to single samples.
-        """
+        """Use the recorded masks of a range of samples inside the context; `UnmatchedMasks` for a shared mask."""
         if not self._own:
             yield
             return
-        use = _Use(self._samples, first, samples, self._recorded or {})
-        is_first = self._recorded is None
-        with _Seeded(lambda draw, result, *_: self._drawn(use, is_first, draw, result)).on():
+        recorded, is_first, counts = self._recorded or {}, self._recorded is None, Counter[nn.Module]()
+
+        def drawn(draw: MaskDraw, result: Any, *_: Any) -> Any:
+            module = draw.module
+            if module is None or module not in self._own:
+                return result
+            if not isinstance(result, Tensor):
+                raise UnmatchedMasks(f"the random numbers drawn by {draw.text(self._model)} cannot be replayed")
+            known, number = recorded.setdefault(module, []), counts[module]
+            counts[module] += 1
+            if is_first:
+                known.append(result.detach().clone())
+                return result
+            mask = self._part(known[number], result, first, samples) if number < len(known) else None
+            if mask is None:
+                raise UnmatchedMasks(f"{draw.text(self._model)} draws a mask that several samples share")
+            return result.copy_(mask)
+
+        with _Seeded(drawn).on():
             yield
-        self._recorded = use.recorded
+        self._recorded = recorded
 
-    def _drawn(self, use: _Use, is_first: bool, draw: MaskDraw, result: Any) -> Any:
-        if draw.module not in self._own:
-            return result
-        assert draw.module is not None
-        if not isinstance(result, Tensor):
-            raise UnmatchedMasks(f"the random numbers drawn by {draw.text(self._model)} cannot be replayed")
-        known, number = use.recorded.setdefault(draw.module, []), use.counts[draw.module]
-        use.counts[draw.module] += 1
-        if is_first:
-            known.append(result.detach().clone())
-            return result
-        mask = use.part(known[number], result) if number < len(known) else None
-        if mask is None:
-            raise UnmatchedMasks(f"{draw.text(self._model)} draws a mask that several samples share")
-        return result.copy_(mask)
-
-
-@dataclass
-class _Use:
-    total: int
-    first: int
-    samples: int
-    recorded: dict[nn.Module, list[Tensor]]
-    counts: Counter[nn.Module] = field(default_factory=Counter)
-
-    def part(self, whole: Tensor, like: Tensor) -> Tensor | None:
+    def _part(self, whole: Tensor, like: Tensor, first: int, samples: int) -> Tensor | None:
         """Return the slice of a mask for these samples; None if the shapes do not match."""
         if whole.shape == like.shape:
             return whole
@@ -384,31 +328,22 @@ class _Use:
             return None
         differ = [i for i in range(whole.dim()) if whole.shape[i] != like.shape[i]]
         size = whole.shape[differ[0]]
-        if len(differ) > 1 or size % self.total or like.shape[differ[0]] != size // self.total * self.samples:
+        if len(differ) > 1 or size % self._samples or like.shape[differ[0]] != size // self._samples * samples:
             return None
-        each = size // self.total
-        return whole.narrow(differ[0], self.first * each, self.samples * each)
+        length = size // self._samples
+        return whole.narrow(differ[0], first * length, samples * length)
 
 
 def drawing_modules(model: nn.Module, forward: Callable[[], Any]) -> set[nn.Module]:
-    """Return the modules outside torch that may drop values and advance torch's generators in a forward."""
-    own, before, found = own_droppers(model), dict[nn.Module, list[Tensor]](), set[nn.Module]()
-    if not own:
-        return found
+    """Return the modules outside torch that may drop values and draw random numbers in a forward."""
+    own, found = own_droppers(model), set[nn.Module]()
 
-    def entered(module: nn.Module) -> None:
-        if module in own:
-            before[module] = _generators()
+    def drawn(draw: MaskDraw, result: Any, *_: Any) -> Any:
+        found.update(own.intersection(seeded.running))
+        return result
 
-    def left(module: nn.Module) -> None:
-        if module in own and not all(map(torch.equal, before.pop(module, []), _generators())):
-            found.add(module)
-
-    with _Modules(entered).tracked(left):
-        forward()
+    seeded = _Seeded(drawn)
+    if own:
+        with seeded.on():
+            forward()
     return found
-
-
-def _generators() -> list[Tensor]:
-    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
-    return [torch.get_rng_state(), *cuda]

@@ -1,7 +1,7 @@
 """Comparison of named tensors within the rounding error of their computation.
 
 The rounding error is measured, not estimated from a constant: a computation is repeated with inputs perturbed in
-their last bit, and the change of each result is the scale of its rounding error. Parameters with a true gradient of
+their last bit, and the change of every result is the scale of its rounding error. Parameters with a true gradient of
 zero (a bias before a normalisation, the key bias of attention) contain nothing but such errors, which a constant
 relative tolerance would report as a difference.
 """
@@ -27,9 +27,7 @@ _PART = 2**20  # Largest number of elements whose signs are drawn at a time.
 class Difference:
     """The tensor with the largest difference relative to its tolerance.
 
-    Args:
-        ratio: norm of the difference divided by the tolerance; above 1, it exceeds rounding.
-        relative: norm of the difference divided by the norm of the expected tensor.
+    `ratio` is relative to the tolerance (above 1, it exceeds rounding), `relative` to the norm of the expected tensor.
     """
 
     name: str
@@ -43,12 +41,12 @@ class Difference:
 
 
 def norms(tensors: Named) -> Norms:
-    """Return the 2-norm of each tensor in double precision, with a single transfer from the device."""
+    """Return the 2-norm of every tensor in double precision, with a single transfer from the device."""
     return _numbers({name: _norm(each) for name, each in tensors.items()})
 
 
 def finite_norms(tensors: Named) -> Norms:
-    """Return the 2-norm of the finite values of each tensor: a mask may contain infinities."""
+    """Return the 2-norm of the finite values of every tensor: a mask may contain infinities."""
     # A generator, so that a single copy exists at a time.
     finite = (torch.nan_to_num(_dense(each), 0.0, 0.0, 0.0) for each in tensors.values())
     return _numbers({name: _norm(each) for name, each in zip(tensors, finite, strict=True)})
@@ -57,8 +55,7 @@ def finite_norms(tensors: Named) -> Norms:
 def distances(left: Named, right: Named) -> Norms:
     """Return the 2-norm of `left - right` by name; infinite for a missing tensor or another shape.
 
-    Equal infinities, and NaN at the same place, do not count as a difference. A single pair at a time is moved to one
-    device.
+    Equal infinities, and NaN at the same place, do not count as a difference.
     """
     same = [name for name, each in left.items() if name in right and each.shape == right[name].shape]
     found = _numbers({name: _norm(_difference(left[name], right[name])) for name in same})
@@ -114,9 +111,7 @@ def _ratio(error: float, limit: float) -> float:
 def last_bits_moved(model: nn.Module, seed: int, epsilon: float = 0.0) -> Iterator[None]:
     """Perturb all parameters by about their last bit, randomly up or down, inside the context.
 
-    Args:
-        seed: seed of the perturbation; the process's generators are not used.
-        epsilon: relative size of the perturbation; 0: the machine epsilon of each parameter's dtype.
+    `epsilon` is the relative size of the perturbation; 0 for the machine epsilon of every parameter's dtype.
     """
     held: list[tuple[Tensor, Tensor]] = []
     try:
@@ -132,11 +127,7 @@ def last_bits_moved(model: nn.Module, seed: int, epsilon: float = 0.0) -> Iterat
 def move_last_bits(
     model: nn.Module, seed: int, epsilon: float = 0.0, hold: Callable[[Tensor], None] | None = None
 ) -> None:
-    """Perturb all parameters as `last_bits_moved` does; the caller restores them.
-
-    Args:
-        hold: called with each parameter's data before the perturbation.
-    """
+    """Perturb all parameters as `last_bits_moved` does; `hold` receives each parameter's data before."""
     generator = torch.Generator().manual_seed(seed)
     moved = set[tuple[object, ...]]()
     for parameter in model.parameters():

@@ -13,20 +13,18 @@ from itertools import islice
 from typing import Any, NamedTuple
 
 import numpy
-import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
 from trimtab.core.errors import TrimtabError, ValueGivenError
 from trimtab.profiling.measurement_notes import Notes
-from trimtab.profiling.training_loop import TrainingLoop
+from trimtab.profiling.training_loop import TrainingLoop, have_same_values
 from trimtab.state.data_state import DataState, draw_and_restore_data
 from trimtab.state.process_state import ProcessState
 from trimtab.training.batch import iterate, tensors_in
 
 _BATCHES = 8
 _EMPTY = object()
-_NOT_DRAWN = "the data loading time was not measured"
 _CHANGED = (
     "Planning with data= may change the first epoch: two epochs began with different batches, although the state of "
     "data was restored. Either each epoch seeds its own generator, or data keeps state that planning cannot find"
@@ -51,21 +49,18 @@ def draw_some(subject: TrainingLoop, data: Iterable[Any], notes: Notes) -> Sampl
     """Draw a few consecutive batches and restore the data. Iterators and other one-shot data are skipped.
 
     The first batch is drawn before the clock starts, because opening files and starting workers takes time.
-
-    Raises:
-        BatchError: the data are not iterable.
     """
-    if reason := one_shot(data):
-        notes.add("data.not_drawn", _NOT_DRAWN, reason)
-        return SampledBatches()
-    try:
-        return _drawn(subject, data, notes)
-    except TrimtabError:
-        raise
-    # An error of the loader, dataset or collate function; the training loop will raise it too.
-    except Exception as error:
-        notes.add("data.not_drawn", _NOT_DRAWN, error)
-        return SampledBatches()
+    reason: str | Exception = one_shot(data)
+    if not reason:
+        try:
+            return _drawn(subject, data, notes)
+        except TrimtabError:
+            raise
+        # An error of the loader, dataset or collate function; the training loop will raise it too.
+        except Exception as error:
+            reason = error
+    notes.add("data.not_drawn", "the data loading time was not measured", reason)
+    return SampledBatches()
 
 
 def loader_of(loader_or_batch: Any) -> Iterable[Any] | None:
@@ -86,8 +81,7 @@ def loader_of(loader_or_batch: Any) -> Iterable[Any] | None:
 def first_batch(loader: Iterable[Any]) -> Any:
     """Return the first batch of a loader, which the next epoch will yield again.
 
-    Raises:
-        ValueGivenError: the loader contains an iterator, or is empty.
+    `ValueGivenError` if the loader contains an iterator, or is empty.
     """
     if reason := one_shot(loader):
         raise ValueGivenError(
@@ -119,12 +113,9 @@ def one_shot(data: Any) -> str:
 
 
 def require_restorable(data: Any) -> None:
-    """Raise if short trainings would silently consume data.
+    """Raise `ValueGivenError` for data that contain an iterator: short trainings would silently consume them.
 
     Iterators are accepted, because they are documented to advance.
-
-    Raises:
-        ValueGivenError: data that contain an iterator, without being an iterator.
     """
     if not isinstance(data, Iterator) and (reason := one_shot(data)):
         raise ValueGivenError(
@@ -148,32 +139,22 @@ def _drawn(subject: TrainingLoop, data: Iterable[Any], notes: Notes) -> SampledB
         process.restore()
     with draw_and_restore_data(data) as lent:
         batches = islice(iterate("data", lent), 1 + _BATCHES)
-        again = next(batches, None)
-        if first is not None and not _are_equal(first, again):
+        last = next(batches, None)
+        if first is not None and not _are_equal(first, last):
             notes.record("data.not_repeatable", _CHANGED)
             warnings.warn(f"{_CHANGED}. Call trimtab.plan without data=.", RuntimeWarning, stacklevel=2)
         del first
-        elements, last = ([] if again is None else [_elements(again)]), [again]
-
-        def draw() -> None:
-            for batch in batches:
-                elements.append(_elements(batch))
-                last[0] = batch
-
+        elements = [] if last is None else [_elements(last)]
         begin = time.perf_counter()  # Waiting for a loader's workers takes no processor time here.
-        draw()
+        for last in batches:
+            elements.append(_elements(last))
         seconds = time.perf_counter() - begin
     num, example = len(elements) - 1, _elements(subject.batch)
     longest = max(elements, default=0) / example if example else None
-    return SampledBatches(seconds / num if num > 0 else None, longest, _as_large(subject, last[0]))
-
-
-def _as_large(subject: TrainingLoop, batch: Any) -> Any | None:
-    """Return the batch if it matches the example in number of samples and in splittability, else None."""
-    if batch is None or subject.unknown:
-        return None
-    reading, own = subject.batching.read(batch), subject.batching.read(subject.batch)
-    return batch if reading == own else None
+    is_alike = last is not None and not subject.unknown
+    if is_alike:  # In the number of samples and in whether the batch can be split.
+        is_alike = subject.batching.read(last) == subject.batching.read(subject.batch)
+    return SampledBatches(seconds / num if num > 0 else None, longest, last if is_alike else None)
 
 
 def _elements(batch: Any) -> int:
@@ -182,15 +163,7 @@ def _elements(batch: Any) -> int:
 
 def _are_equal(ours: Any, theirs: Any) -> bool:
     pairs = list(tensors_in(ours)), list(tensors_in(theirs))
-    return len(pairs[0]) == len(pairs[1]) and all(map(_is_same, *pairs))
-
-
-def _is_same(left: Tensor, right: Tensor) -> bool:
-    if left.shape != right.shape or left.dtype != right.dtype or left.layout is not right.layout:
-        return False
-    if left.layout is not torch.strided:
-        return True  # Other layouts are not compared.
-    return torch.equal(left, right) or bool(torch.equal(left.isnan(), right.isnan()) and left.isnan().any())
+    return len(pairs[0]) == len(pairs[1]) and all(map(have_same_values, *pairs))
 
 
 def waiting_s(drawing_s: float, phases: Mapping[str, float], data: Any) -> float:

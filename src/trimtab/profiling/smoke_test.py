@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import multiprocessing
 import os
 import signal
 import sys
-import time
 import warnings
 from collections.abc import Callable
 
@@ -25,7 +25,7 @@ from trimtab.plans.profile import Candidate
 from trimtab.profiling.training_loop import TrainingLoop
 
 DONE, RAISED, LATE = "done", "raised", "late"
-_PATIENCE_S, _LOOK_S = 10.0, 0.002
+_PATIENCE_S = 10.0
 _WORTH_S = 0.1  # Seconds per step; a hundred times less can be tolerated.
 _SHARE, _FEWEST = 32, 2  # A fraction of 1/32 of the samples, and at least 2 for batch statistics.
 _TRIES = 3
@@ -34,45 +34,35 @@ _HOPELESS = 10.0  # Above 1, because fixed costs (mainly casts of weights) domin
 
 def can_fork() -> bool:
     """Return True if the process can be forked. A rank of several cannot: the child would take part in collectives."""
-    return (
-        hasattr(os, "fork") and not (dist.is_available() and dist.is_initialized()) and not torch.cuda.is_initialized()
-    )
+    is_rank = dist.is_available() and dist.is_initialized()
+    return hasattr(os, "fork") and not is_rank and not torch.cuda.is_initialized()
 
 
 def end_of(function: Callable[[], object], patience_s: float = _PATIENCE_S) -> str:
     """Run a function on the CPU in a forked child and return its outcome: DONE, RAISED, LATE or the name of a signal.
 
-    The child starts with a copy of the memory, so nothing is transferred and changes are discarded. The function runs
-    in a single thread, because fork does not copy other threads. LATE is also returned if the process cannot be
-    forked.
+    The child starts with a copy of the memory, and changes are discarded. The function runs in a single thread, because
+    fork does not copy other threads. LATE is also returned if the process cannot be forked.
     """
-    child, end = 0, time.monotonic() + patience_s
+    child = multiprocessing.get_context("fork").Process(target=_run_and_exit, args=(function,))
     try:
         with warnings.catch_warnings():
             # Fork warns of other threads, which the child does not use.
             warnings.simplefilter("ignore", DeprecationWarning)
-            child = os.fork()
-        if child == 0:
-            _run(function)
-        while time.monotonic() < end:
-            ended, status = os.waitpid(child, os.WNOHANG)
-            if ended:
-                child = 0
-                if os.WIFSIGNALED(status):
-                    return signal.Signals(os.WTERMSIG(status)).name
-                return RAISED if status else DONE
-            time.sleep(_LOOK_S)
+            child.start()
+    except (OSError, AssertionError):  # No memory for a process, or this process is a daemon.
         return LATE
-    except OSError:  # No memory for a process, or other code has waited for the child.
+    child.join(patience_s)
+    if child.exitcode is None:
+        child.kill()
+        child.join()
         return LATE
-    finally:
-        if child > 0:
-            with contextlib.suppress(OSError):
-                os.kill(child, signal.SIGKILL)
-                os.waitpid(child, 0)
+    if child.exitcode < 0:
+        return signal.Signals(-child.exitcode).name
+    return RAISED if child.exitcode else DONE
 
 
-def _run(function: Callable[[], object]) -> None:
+def _run_and_exit(function: Callable[[], object]) -> None:
     """Run the function and exit without flushing, closing or cleaning up the parent's resources."""
     code = 1
     try:
@@ -95,18 +85,14 @@ def _run(function: Callable[[], object]) -> None:
 class CrashTest:
     """Finds kernels that end the process: runs forward and backward of a few samples in a forked child.
 
-    Results are cached by kernels. After a timeout, no further candidates are tested.
-
-    Args:
-        incumbent: best candidate so far; if its own test does not succeed, no candidate is tested.
+    Results are cached by kernels. After a timeout, or if the incumbent's own test fails, no candidate is tested.
     """
 
     def __init__(self, subject: TrainingLoop, incumbent: Candidate) -> None:
-        rows, few = subject.rows, subject
+        self._few, self._rows, self._incumbent = subject, subject.rows, incumbent
         self._is_on, self._has_begun = subject.device.type == "cpu" and can_fork(), False
         with contextlib.suppress(Exception):  # A batch that cannot be split is used whole.
-            few = few.first(min(rows, max(_FEWEST, rows // _SHARE)))
-        self._few, self._rows, self._incumbent = few, rows, incumbent
+            self._few = subject.first(min(self._rows, max(_FEWEST, self._rows // _SHARE)))
         self._ends: dict[Candidate, str] = {}
 
     def refusal(self, candidate: Candidate) -> Note | None:
@@ -117,11 +103,11 @@ class CrashTest:
         if self._is_on and kernels not in self._ends:
             self._ends[kernels] = self._end_of(candidate)
             self._is_on = self._ends[kernels] != LATE
-        end = self._ends.get(kernels, DONE)
-        if end in (DONE, RAISED, LATE):
+        if (end := self._ends.get(kernels, DONE)) in (DONE, RAISED, LATE):
             return None
-        text = f"a test on {self._few.rows} of {self._rows} samples crashed its process with {end}"
-        return Note("trial.crashed", text)
+        return Note(
+            "trial.crashed", f"a test on {self._few.rows} of {self._rows} samples crashed its process with {end}"
+        )
 
     def _end_of(self, candidate: Candidate) -> str:
         few, chunk = self._few, candidate.loss_chunk
@@ -135,10 +121,7 @@ class CrashTest:
                     run.backward(result)
                 run.discard()
 
-        try:
-            return end_of(backward)
-        except Exception:  # Without a child process, nothing can be concluded.
-            return LATE
+        return end_of(backward)
 
 
 class SpeedTest:

@@ -19,12 +19,11 @@ from trimtab.core.memory_model import Operation, operations
 from trimtab.core.objective import Budget, Objective, Reference
 from trimtab.core.progress import silent
 from trimtab.core.recompute_schedule import EVERY_BLOCK, schedule_of
-from trimtab.measure.block_graph import blocks_of
-from trimtab.measure.block_memory import BlockMemoryTrace, chains_through, require_runs, trace_stages
+from trimtab.measure.block_memory import chains_through, require_runs, trace_stages
+from trimtab.measure.blocks import blocks_of
 from trimtab.measure.fake_tensors import FakeTensors, kernels_of
 from trimtab.measure.machine import environment
-from trimtab.measure.memory_trace import trace_state_bytes
-from trimtab.measure.storage_lifetimes import cannot_trace
+from trimtab.measure.memory_trace import cannot_trace, trace_state_bytes
 from trimtab.planner.target_device_candidates import traced_for, with_blocks
 from trimtab.plans.profile import Candidate, LoopFacts, Profile, TracedBlocks, TracedCandidate
 from trimtab.profiling.block_profile import NO_BLOCKS, in_part_of, runs_in_segments, with_schedule
@@ -63,57 +62,42 @@ def trace_blocks(
         splits: True if the batch may be split.
         kind: kind of the device, "cuda" or "cpu".
     """
-    try:
-        with apply_candidate(model, optimizer, candidate), kernels_of(kind):
-            return _traced(model, optimizer, loss_fn, batch, candidate, named, splits=splits, batching=batching)
-    except TrimtabError as error:
-        return describe(error)
-
-
-def _traced(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    loss_fn: LossFn,
-    batch: Any,
-    candidate: Candidate,
-    named: tuple[str, ...],
-    *,
-    splits: bool,
-    batching: BatchSplitting = BY_CONTAINERS,
-) -> TracedBlocks | str:
-    blocks = blocks_of(model, loss_fn, batch, named)
-    number = len(blocks.names)
-    if not number:
-        return NO_BLOCKS
-    again = schedule_of(EVERY_BLOCK, number)
-    with_schedule(model, blocks.names, again, _run_nothing)  # Raises if blocks cannot be swapped.
-    rows, batches = two_sizes(batch, batching=batching)
     forward = functools.partial(autocast, candidate.precision, HERE)
-
-    def trace(**how: Any) -> tuple[BlockMemoryTrace, BlockMemoryTrace]:
-        few, many = (
-            trace_stages(model, loss_fn, each, blocks, autocast=forward, twice=splits, **how) for each in batches
-        )
-        return few, many
-
-    few, many = trace()
-    require_runs(  # Raises if a block overwrites its input.
-        model, loss_fn, batches[0], autocast=forward, prepare=lambda copy: use_schedule(copy, blocks.names, again)
-    )
-    chains = chains_through(few, many, rows)
-    in_part: tuple[Operation, ...] = ()
-    if not runs_in_segments(model, blocks, _run_nothing):
-        chains = [chain.unlinked() for chain in chains]
-    with contextlib.suppress(ModelError):  # A block may overwrite a tensor that is kept.
-        parts = trace(prepare=lambda copy: use_schedule(copy, blocks.names, in_part_of(number)), drops=False)
-        in_part = operations(parts[0].work, parts[1].work, rows)
-        chains = [chain.with_parts(part) for chain, part in zip(chains, chains_through(*parts, rows), strict=True)]
-    held = trace_state_bytes(model, optimizer)
+    with contextlib.ExitStack() as stack:
+        try:
+            stack.enter_context(apply_candidate(model, optimizer, candidate))
+            stack.enter_context(kernels_of(kind))
+            blocks = blocks_of(model, loss_fn, batch, named)
+            names, number = blocks.names, len(blocks.names)
+            if not number:
+                return NO_BLOCKS
+            again = schedule_of(EVERY_BLOCK, number)
+            with_schedule(model, names, again, _run_nothing)  # Raises if blocks cannot be swapped.
+            rows, batches = two_sizes(batch, batching=batching)
+            trace = functools.partial(trace_stages, model, loss_fn, blocks=blocks, autocast=forward, twice=splits)
+            few, many = (trace(each) for each in batches)
+            require_runs(  # Raises if a block overwrites its input.
+                model, loss_fn, batches[0], autocast=forward, prepare=lambda copy: use_schedule(copy, names, again)
+            )
+            chains = chains_through(few, many, rows)
+            in_part: tuple[Operation, ...] = ()
+            if not runs_in_segments(model, blocks, _run_nothing):
+                chains = [chain.unlinked() for chain in chains]
+            with contextlib.suppress(ModelError):  # A block may overwrite a tensor that is kept.
+                schedule = in_part_of(number)
+                parts = [
+                    trace(each, prepare=lambda copy: use_schedule(copy, names, schedule), drops=False)
+                    for each in batches
+                ]
+                in_part = operations(parts[0].work, parts[1].work, rows)
+                of_parts = chains_through(parts[0], parts[1], rows)
+                chains = [chain.with_parts(part) for chain, part in zip(chains, of_parts, strict=True)]
+            held = trace_state_bytes(model, optimizer)
+        except TrimtabError as error:
+            return describe(error)
     whole, sliced = (chain.holding(held) for chain in chains)
     forwards = tuple(operations(*pair, rows) for pair in list(zip(few.forwards, many.forwards, strict=True))[:number])
-    return TracedBlocks(
-        candidate, blocks.names, whole, sliced, forwards, operations(few.work, many.work, rows), in_part
-    )
+    return TracedBlocks(candidate, names, whole, sliced, forwards, operations(few.work, many.work, rows), in_part)
 
 
 def _run_nothing() -> None:
@@ -121,10 +105,9 @@ def _run_nothing() -> None:
 
 
 def trace_blocks_for_others(
-    subject: TrainingLoop, profile: Profile, progress: Callable[[str], None]
+    subject: TrainingLoop, wanted: Sequence[Candidate], profile: Profile, progress: Callable[[str], None]
 ) -> tuple[TracedBlocks, ...]:
-    """Return the blocks of all candidates traced for target devices, as traced for CUDA."""
-    wanted = [each.candidate for each in profile.target_device_traces]
+    """Return the blocks of candidates, as traced for CUDA."""
     loop = (subject.model, subject.optimizer, subject.loss_fn, subject.batch)
     how: Any = {"splits": profile.check.splittable, "batching": subject.batching}
     found = []
@@ -149,7 +132,7 @@ def profile_elsewhere(
     rows: int | None = None,
     progress: Callable[[str], None] = silent,
 ) -> Profile:
-    """Trace the loop in each precision of the device; if memory counts, also its loss head in chunks and its blocks.
+    """Trace the loop in every precision of the device; if memory counts, also its loss head in chunks and its blocks.
 
     Args:
         rows: samples per step, if not those of the batch.
@@ -228,7 +211,6 @@ def _facts(model: nn.Module, optimizer: torch.optim.Optimizer, loss_fn: LossFn, 
 
 
 def _of_rows(facts: LoopFacts, rows: int | None) -> LoopFacts:
-    """Return the facts scaled to a step of `rows` samples."""
     if rows is None or rows == facts.batch_size:
         return facts
     share = rows / facts.batch_size

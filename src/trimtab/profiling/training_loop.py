@@ -3,31 +3,42 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from trimtab.core.choice import Choice, Effect
-from trimtab.core.errors import LossError, ModelError
+from trimtab.core.errors import BatchError, LossError, ModelError
 from trimtab.losses import Count, as_loss, require_loss_function
-from trimtab.measure.block_graph import BlockGraph, blocks_of
+from trimtab.measure.blocks import BlockGraph, blocks_of
 from trimtab.measure.machine import MEASURED
 from trimtab.plans.plan import Plan
 from trimtab.plans.profile import Candidate
-from trimtab.profiling.example_batch import own_loss, protect_batch, require_repeatable
 from trimtab.settings import SEARCHED
 from trimtab.state.loop_state import LoopState
+from trimtab.state.object_snapshots import version_of
 from trimtab.state.peak_memory import alive_between_steps
 from trimtab.techniques.mixed_precision import autocast
 from trimtab.techniques.optimizers import check_ownership, with_auxiliary_modules
 from trimtab.training.apply_plan import require_free
-from trimtab.training.batch import BY_CONTAINERS, BatchSplitting, tensors_in, to_device
+from trimtab.training.batch import (
+    BY_CONTAINERS,
+    BatchSplitting,
+    deep_copy,
+    map_leaves,
+    tensors_in,
+    to_device,
+    with_new_containers,
+)
 from trimtab.training.run import LossFn, Run
+from trimtab.training.sample_count import is_leaf, is_record, is_sequence
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -39,8 +50,6 @@ class TrainingLoop:
     """A training loop to be measured.
 
     Args:
-        optimizer: the model's optimizer.
-        loss_fn: the loss function; wrapped by `protect_batch`, so that it cannot change the batch.
         batch: data of an optimizer step; the longest batch, if lengths vary.
         clip_norm: gradient-norm limit of the user's loop, or None.
         adapts_batch_size: True if windows may span several batches, so that accumulated gradients are held during a
@@ -52,8 +61,7 @@ class TrainingLoop:
         second: a different batch of the loop's data with an equal number of samples, as a second example for proofs.
 
     Raises:
-        ModelError, OptimizerError, BatchError, ValueGivenError: the objects do not fit together, or cannot be
-            measured.
+        ModelError, OptimizerError, BatchError, ValueGivenError: the objects do not fit together, or cannot be measured.
         LoopError: a run holds the model, so no trial can start.
     """
 
@@ -72,7 +80,16 @@ class TrainingLoop:
 
     def __post_init__(self) -> None:
         check_ownership(self.model, self.optimizer, self.modules, self.loss_fn)
-        _check_measured(self.device)
+        if self.device.type not in MEASURED:  # Only enqueueing could be timed there, and only host memory counted.
+            places = " and ".join(MEASURED)
+            raise ModelError(
+                "model",
+                got=f"parameters on {self.device}",
+                expected=f"parameters on {' or '.join(MEASURED)}",
+                problem=f"The model is on {self.device}, but trimtab measures time and memory on {places} only.",
+                hint="Move the model to a supported device, then build its optimizer.",
+                code="model.device_unsupported",
+            )
         require_free(self.model)
         require_loss_function(own_loss(self.loss_fn))
         require_repeatable(self.batch)
@@ -103,11 +120,7 @@ class TrainingLoop:
         return reading.reason if reading.samples is None else ""
 
     def first(self, number: int) -> TrainingLoop:
-        """Return the subject with the first samples of its batch.
-
-        Raises:
-            BatchError: the batch cannot be split.
-        """
+        """Return the loop with the first samples of its batch; `BatchError` if the batch cannot be split."""
         if number >= self.rows:
             return self
         batch, second = (
@@ -118,12 +131,7 @@ class TrainingLoop:
 
     @functools.cached_property
     def blocks(self) -> BlockGraph:
-        """Blocks of the model that run once per forward, with their links.
-
-        Raises:
-            ModelError: the forward cannot be traced.
-            ValueGivenError: named modules are not such blocks.
-        """
+        """Blocks of the model that run once per forward, with their links. Errors are those of `blocks_of`."""
         return blocks_of(self.model, self.loss_fn, to_device(self.batch, self.device), self.named_blocks)
 
     def start(self, candidate: Candidate) -> Run:
@@ -156,8 +164,7 @@ class TrainingLoop:
     def loss(self, batch: Any | None = None, precision: str = "fp32") -> tuple[Tensor, Count | None]:
         """Return (loss, count or None) of a batch on the model's device; the forward uses the precision's autocast.
 
-        Raises:
-            LossError: the loss function raised, or the result is not a loss.
+        `LossError` if the loss function raises, or the result is not a loss.
         """
         is_part = batch is not None
         batch = to_device(self.batch if batch is None else batch, self.device)
@@ -180,12 +187,13 @@ class TrainingLoop:
     def state(self, *, peak_bytes: int | None = None) -> LoopState:
         """Return a snapshot of everything that a step can change, as a context manager that restores it.
 
-        Objects that the loss function refers to are included. For example, a loss may keep a recurrent hidden state
-        from batch to batch; after a bf16 trial this state would be bf16, and the next trial would start from it.
+        Objects that the loss function refers to are included, such as a recurrent hidden state that a loss keeps:
+        after a bf16 trial this state would be bf16, and the next trial would start from it.
 
         Args:
-            peak_bytes: expected peak of GPU memory in bytes while the snapshot exists. Copies stay on the GPU if they
-                fit in addition to it; None stores them on the CPU.
+            peak_bytes: expected peak of GPU memory while the snapshot exists. Copies stay on the GPU if they fit in
+            addition
+                to it; None stores them on the CPU.
         """
         return LoopState(self.trained, self.optimizer, loss_fn=self.loss_fn, peak_bytes=peak_bytes)
 
@@ -211,7 +219,7 @@ def one_at_a_time(function: Callable[P, R]) -> Callable[P, R]:
     """Decorate a planning function so that concurrent calls run sequentially.
 
     Random generators, fp32 modes, the allocator's mode, `torch.compile`'s stance and garbage collection are
-    process-wide. Concurrent measurements would restore and time each other.
+    process-wide.
     """
 
     @functools.wraps(function)
@@ -222,14 +230,108 @@ def one_at_a_time(function: Callable[P, R]) -> Callable[P, R]:
     return alone
 
 
-def _check_measured(device: torch.device) -> None:
-    """Raise `ModelError` for devices on which only enqueueing could be timed, and only host memory be counted."""
-    if device.type not in MEASURED:
-        raise ModelError(
-            "model",
-            got=f"parameters on {device}",
-            expected=f"parameters on {' or '.join(MEASURED)}",
-            problem=f"The model is on {device}, but trimtab measures time and memory on {' and '.join(MEASURED)} only.",
-            hint="Move the model to a supported device, then build its optimizer.",
-            code="model.device_unsupported",
-        )
+# Protection of the example batch against in-place changes: every call of the loss receives the same values.
+
+
+class _CallRecord:
+    """Modes in which the loss was called, and a flag for in-place changes of the batch."""
+
+    __slots__ = ("changes", "modes")  # Slots, because a snapshot of the loss's side effects would restore attributes.
+
+    def __init__(self) -> None:
+        self.modes: set[tuple[bool, bool]] = set()
+        self.changes = False
+
+
+def require_repeatable(batch: Any) -> None:
+    """Raise `BatchError` for an example batch that can be read only once: planning calls the loss many times."""
+    parts = batch.values() if isinstance(batch, dict) else batch if isinstance(batch, list | tuple) else ()
+    for each in (batch, *parts):
+        if isinstance(each, Iterator):
+            raise BatchError(
+                "example_batch",
+                got=f"an iterator ({type(each).__name__})",
+                expected="a batch that can be read several times",
+                problem=f"The example batch is or contains an iterator ({type(each).__name__}), which can be read "
+                "only once, but planning calls the loss function many times.",
+                hint="Replace the iterator by a list of its items: list(iterator).",
+                code="batch.iterator",
+            )
+
+
+def protect_batch(loss_fn: LossFn) -> LossFn:
+    """Return the loss function wrapped so that it cannot change the caller's batch.
+
+    Containers are copied for every call, so the loss may take items out of them. The first call in every mode receives
+    copies of all tensors. If a tensor is changed in place (detected by version, value or `requires_grad_`), later
+    calls receive copies too; otherwise they receive the original tensors.
+    """
+    if getattr(loss_fn, "_is_protected", False):
+        return loss_fn
+    look = _CallRecord()
+
+    def loss(model: nn.Module, batch: Any) -> Any:
+        mode = model.training, torch.is_grad_enabled()
+        if look.changes:
+            return loss_fn(model, deep_copy(batch))
+        if mode in look.modes or any(isinstance(each, FakeTensor) for each in tensors_in(batch)):
+            return loss_fn(model, map_leaves(with_new_containers(batch), _new_object))
+        given = deep_copy(batch)
+        before = [(each, each.requires_grad, version_of(each)) for each in tensors_in(given)]
+        originals = list(tensors_in(batch))
+        try:
+            result = loss_fn(model, given)
+        finally:
+            look.changes = look.changes or _differ(before, originals)
+        look.modes.add(mode)
+        return result
+
+    loss._is_protected = True  # type: ignore[attr-defined]
+    return functools.update_wrapper(loss, loss_fn, updated=())
+
+
+def own_loss(loss_fn: LossFn) -> LossFn:
+    """Return the function wrapped by `protect_batch`."""
+    return getattr(loss_fn, "__wrapped__", loss_fn) if getattr(loss_fn, "_is_protected", False) else loss_fn
+
+
+def _differ(before: Sequence[tuple[Tensor, bool, int | None]], originals: Sequence[Tensor]) -> bool:
+    """Return True if copied tensors were changed in place; changes through `.data` do not raise the version."""
+    for (each, requires_grad, version), original in zip(before, originals, strict=False):
+        if each.requires_grad != requires_grad or version_of(each) != version or not have_same_values(each, original):
+            return True
+    return False
+
+
+def have_same_values(left: Tensor, right: Tensor) -> bool:
+    """Return True for equal shapes, dtypes and values; NaN equals NaN."""
+    if left.is_meta or right.is_meta:
+        return True
+    if left.layout is not right.layout or left.dtype != right.dtype or left.is_nested != right.is_nested:
+        return False
+    return all(
+        ours.shape == theirs.shape and bool(((ours == theirs) | (ours != ours) & (theirs != theirs)).all())
+        for ours, theirs in zip(_dense(left.detach()), _dense(right.detach()), strict=True)
+    )
+
+
+def _dense(tensor: Tensor) -> Sequence[Tensor]:
+    if tensor.is_nested:
+        return tensor.unbind()
+    if tensor.layout is torch.sparse_coo:
+        return tensor._values(), tensor._indices()
+    return (tensor if tensor.layout is torch.strided else tensor.values(),)
+
+
+def _new_object(leaf: Any) -> Any:
+    """Return a shallow copy of an object of an unknown class, with copied containers; the object itself on failure."""
+    if is_leaf(leaf):
+        return leaf
+    try:
+        made = copy.copy(leaf)
+        for name, value in list(vars(made).items()):
+            if is_record(value) or is_sequence(value):
+                made.__dict__[name] = with_new_containers(value)
+    except Exception:  # The object may refuse to be copied.
+        return leaf
+    return made

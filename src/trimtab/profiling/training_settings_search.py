@@ -33,8 +33,7 @@ from trimtab.planner.tuned_plan import (
     within_limits,
 )
 from trimtab.plans.plan import Plan
-from trimtab.profiling.example_batch import own_loss
-from trimtab.profiling.training_loop import TrainingLoop, in_mode, one_at_a_time
+from trimtab.profiling.training_loop import TrainingLoop, in_mode, one_at_a_time, own_loss
 from trimtab.settings import unchanged
 from trimtab.settings.dropout import dropout_modules
 from trimtab.settings.schedule import rate_unset
@@ -73,20 +72,17 @@ def range_test(
 ) -> tuple[RatePoint, ...]:
     """Return loss and gradient norm at learning rates from 1 to `widest` times the user's own; state is restored.
 
-    Args:
-        batches: training batches; the test ends early with fewer than `num_steps`. A loader is restored by
-            `draw_and_restore_data`.
-
-    Raises:
-        ValueGivenError: there are no batches.
-        BatchError: the data are not iterable.
+    The test ends early with fewer than `num_steps` batches; `ValueGivenError` if there are none. A loader is restored
+    by `draw_and_restore_data`.
     """
     points: list[RatePoint] = []
     optimizer = subject.optimizer
+    if plan.clip_norm.value is None:  # A run computes gradient norms only for clipping; this limit never clips.
+        plan = plan.having(clip_norm=replace(plan.clip_norm, value=_NO_LIMIT))
     with (
         draw_and_restore_data(batches) as lent,
         unchanged_by(own_loss(subject.loss_fn), subject.trained, optimizer),
-        subject.start_plan(_with_norms(plan)) as run,
+        subject.start_plan(plan) as run,
     ):
         for index, batch in zip(range(num_steps), iterate("data", lent), strict=False):
             scale = widest ** (index / (num_steps - 1))
@@ -109,13 +105,6 @@ def range_test(
     return tuple(points)
 
 
-def _with_norms(plan: Plan) -> Plan:
-    """Return a plan that computes gradient norms: a run computes them only for clipping, and this limit never clips."""
-    if plan.clip_norm.value is not None:
-        return plan
-    return plan.having(clip_norm=replace(plan.clip_norm, value=_NO_LIMIT))
-
-
 def short_race(
     subject: TrainingLoop,
     stands: Plan,
@@ -135,14 +124,10 @@ def short_race(
     batches, if there are few) and random seeds. Within a pair, both plans use the same batches and seed.
 
     Args:
-        batches: training batches; repeated if they run out. A loader is restored by `draw_and_restore_data`.
-        by_unseen: True to compare the loss of each batch in evaluation mode before training on it, for settings that
+        batches: training batches; repeated if they run out. `ValueGivenError` if there are too few.
+        by_unseen: True to compare the loss of every batch in evaluation mode before training on it, for settings that
             change the training loss itself. No training repeats data then.
         same_step: True to assume equal step times, so that only samples are compared.
-
-    Raises:
-        ValueGivenError: there are too few batches.
-        BatchError: the data are not iterable.
     """
     pairs: list[ShortPair] = []
     with (
@@ -153,7 +138,15 @@ def short_race(
         for index in range(num_pairs):
             data = list(itertools.islice(drawn, num_steps))
             if len(data) < num_steps:
-                raise _too_few_batches(len(data), num_steps, f"pair {index + 1} of {num_pairs}")
+                raise ValueGivenError(
+                    "data",
+                    got=f"{len(data)} batches",
+                    expected=f"at least {num_steps} batches",
+                    problem=f"data yielded {len(data)} batches for pair {index + 1} of {num_pairs}, but each pair of "
+                    f"short trainings takes {num_steps}.",
+                    hint=f"Pass a loader (not an iterator) with at least {num_steps} batches per epoch.",
+                    code="data.too_few_batches",
+                )
             if index:
                 # Few batches, never shuffled by the loader, would come in the same order in each pair.
                 random.Random(index).shuffle(data)
@@ -171,17 +164,6 @@ def short_race(
             again = run("the current plan, repeated", stands, num_pairs + index)
             pairs.append(ShortPair(pair.stands, pair.rival, again))
     return tuple(pairs)
-
-
-def _too_few_batches(number: int, wanted: int, pair: str) -> ValueGivenError:
-    return ValueGivenError(
-        "data",
-        got=f"{number} batches",
-        expected=f"at least {wanted} batches",
-        problem=f"data yielded {number} batches for {pair}, but each pair of short trainings takes {wanted}.",
-        hint=f"Pass a loader (not an iterator) with at least {wanted} batches per epoch.",
-        code="data.too_few_batches",
-    )
 
 
 def _train(subject: TrainingLoop, plan: Plan, data: list[Any], *, by_unseen: bool) -> ShortRun:
@@ -243,8 +225,7 @@ class RunLength:
 def tunable_settings(adapt: str | Collection[str] | None, data: Iterable[Any] | None) -> frozenset[str]:
     """Return the names of the settings that may be tuned.
 
-    Raises:
-        ValueGivenError: an unknown name, missing training batches, or "schedule" without "learning_rate".
+    `ValueGivenError` for an unknown name, missing training batches, or "schedule" without "learning_rate".
     """
     names = (adapt,) if isinstance(adapt, str) or not isinstance(adapt, Collection) else tuple(adapt)
     freed = frozenset(validation.one_of("adapt", name, ADAPTATIONS) for name in names if name is not None)
@@ -257,15 +238,23 @@ def tunable_settings(adapt: str | Collection[str] | None, data: Iterable[Any] | 
             hint="Pass the training loader: trimtab.plan(..., data=loader).",
             code="adapt.needs_data",
         )
-    require_rate(freed)
+    if "schedule" in freed and "learning_rate" not in freed:
+        raise ValueGivenError(
+            "adapt",
+            got='"schedule" without "learning_rate"',
+            expected="both or neither",
+            problem='adapt contains "schedule" without "learning_rate", but a planned schedule scales the planned '
+            "peak learning rate.",
+            hint='Pass adapt=("learning_rate", "schedule"), or remove "schedule" to keep your own scheduler.',
+            code="adapt.schedule_without_rate",
+        )
     return freed
 
 
 def batch_rule_of(is_freed: bool, rule: BatchRule | None) -> BatchRule | None:
     """Return the batch rule, given or default; None if the batch size is constant.
 
-    Raises:
-        ValueGivenError: not a batch rule, or a rule that changes the batch size without adapt="batch".
+    `ValueGivenError` if it is no batch rule, or changes the batch size without adapt="batch".
     """
     found: BatchRule | None = validation.dataclass_or("batch_rule", rule, BatchRule, BatchRule() if is_freed else None)
     if found is not None and not is_freed and not found.only_measures:
@@ -281,28 +270,10 @@ def batch_rule_of(is_freed: bool, rule: BatchRule | None) -> BatchRule | None:
     return found
 
 
-def require_rate(freed: Collection[str]) -> None:
-    """Raise if the schedule may be tuned but not the learning rate: a plan's schedule scales the plan's peak rate."""
-    if "schedule" in freed and "learning_rate" not in freed:
-        raise ValueGivenError(
-            "adapt",
-            got='"schedule" without "learning_rate"',
-            expected="both or neither",
-            problem='adapt contains "schedule" without "learning_rate", but a planned schedule scales the planned '
-            "peak learning rate.",
-            hint='Pass adapt=("learning_rate", "schedule"), or remove "schedule" to keep your own scheduler.',
-            code="adapt.schedule_without_rate",
-        )
-
-
 def require_adaptable(
     freed: frozenset[str], model: nn.Module, optimizer: torch.optim.Optimizer, *, is_alone: bool
 ) -> None:
-    """Raise `UsageError` if a setting cannot be tuned for this model, optimizer and number of ranks.
-
-    Args:
-        is_alone: True if this process is the only rank.
-    """
+    """Raise an error if a setting cannot be tuned for this model and optimizer, or on one of several ranks."""
     if (raced := sorted(freed & RACED)) and not is_alone:
         raise ValueGivenError(
             "adapt",
@@ -344,10 +315,7 @@ def tune_plan(
 
     The settings are tried in this order, each with the choices made before: no dropout (paired runs), a peak learning
     rate (range test), the shape of the schedule, and Muon (both paired runs; Muon with a range test for itself if the
-    rate may be tuned).
-
-    Args:
-        budget: limits per step, which slower settings must meet too.
+    rate may be tuned). Slower settings must also meet the limits of `budget`.
 
     Raises:
         ModelError, OptimizerError: Muon has no matrices to step.
@@ -360,7 +328,9 @@ def tune_plan(
         base = _dropout_raced(subject, base, data, progress, length.passes, budget)
     stands = find_rate(subject, base, data, progress, length.steps) if by_range else base
     if "schedule" in freed and stands.schedule.value != "user":
-        stands = _schedule_raced(subject, stands, data, progress)
+        begin, rival = time.perf_counter(), stands.having(schedule=_LINEAR)
+        verdict = judge_rival(short_race(subject, stands, rival, data, progress, same_step=True), "a linear decay")
+        stands = adapt_schedule(stands, rival, verdict, time.perf_counter() - begin)
     if "optimizer" not in freed:
         return stands
     begin = time.perf_counter()
@@ -386,22 +356,13 @@ def find_rate(
 def _divides_by_size(optimizer: torch.optim.Optimizer) -> bool:
     """Return True if the optimizer's step length is independent of the gradient scale.
 
-    Clipping then only shortens rare large steps. False if weight decay is added to the clipped gradients, because
-    clipping would raise the relative weight of the decay.
+    Clipping then only shortens rare large steps. Weight decay that is added to the clipped gradients would gain weight.
     """
     if not isinstance(optimizer, _SCALE_FREE):
         return False
     return isinstance(optimizer, torch.optim.AdamW) or not any(
         group.get("weight_decay") and not group.get("decoupled_weight_decay") for group in optimizer.param_groups
     )
-
-
-def _schedule_raced(subject: TrainingLoop, stands: Plan, data: Iterable[Any], progress: Say) -> Plan:
-    """Return the plan with the better of its schedule and a linear decay, from paired runs."""
-    begin = time.perf_counter()
-    rival = stands.having(schedule=_LINEAR)
-    pairs = short_race(subject, stands, rival, data, progress, same_step=True)
-    return adapt_schedule(stands, rival, judge_rival(pairs, "a linear decay"), time.perf_counter() - begin)
 
 
 def _dropout_raced(

@@ -20,7 +20,7 @@ import math
 import random
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -29,14 +29,13 @@ from trimtab.core.choice import Note, is_recorded
 from trimtab.core.energy_reading import WINDOW_S
 from trimtab.core.units import format_seconds
 from trimtab.energy.energy_meter import EnergyClock, GivenWatts, Meter
-from trimtab.measure.page_faults import time_settled
-from trimtab.measure.timing import is_timed_by_processor, synchronize, time_call
+from trimtab.measure.timing import is_timed_by_processor, synchronize, time_call, time_settled
 from trimtab.planner.search import BLOCK_S, SearchPhase
 from trimtab.planner.statistics import MIN_PAIRS_FOR_VERDICT, drawn_turns, is_gain, paired_ratios, rank_interval
 from trimtab.planner.trial_statistics import MIN_BLOCKS, still_open
-from trimtab.plans.profile import ALONE, SLICED, Candidate, Trial, is_final
+from trimtab.plans.profile import ALONE, RAN_OUT, SLICED, Candidate, Trial, is_final
 from trimtab.profiling.cuda_graph_proof import replay_refusal
-from trimtab.profiling.measurement_notes import Notes, failure_of
+from trimtab.profiling.measurement_notes import Notes, describe
 from trimtab.profiling.smoke_test import CrashTest, SpeedTest
 from trimtab.profiling.training_loop import TrainingLoop
 from trimtab.state.loop_state import LoopState
@@ -61,16 +60,15 @@ _SLOW_S = 0.3  # On a CPU, one-time costs are small compared with such a long fi
 class UntrainableCandidate(Exception):
     """A candidate that runs but does not train."""
 
-    def __init__(self, failure: Note) -> None:
-        super().__init__(failure.text)
-        self.failure = failure
+    def __init__(self, code: str, text: str) -> None:
+        super().__init__(text)
+        self.failure = Note(code, text)
 
 
 def step_until_applied(run: Run, subject: TrainingLoop) -> None:
     """Step until the optimizer has stepped: once, or in fp16 until a loss scale is found.
 
-    Raises:
-        UntrainableCandidate: the loss is NaN or infinite, or gradients overflow at every scale.
+    `UntrainableCandidate` if the loss is NaN or infinite, or gradients overflow at every scale.
     """
     for _ in range(_MOST_SCALES):
         if run.applied_steps > 0:
@@ -79,15 +77,12 @@ def step_until_applied(run: Run, subject: TrainingLoop) -> None:
         require_finite(run)
     if run.applied_steps == 0:
         text = f"gradients overflow at all of the {_MOST_SCALES} loss scales tried"
-        raise UntrainableCandidate(Note("trial.gradients_overflow", text))
+        raise UntrainableCandidate("trial.gradients_overflow", text)
 
 
 def require_finite(run: Run) -> None:
     if not bool(torch.isfinite(run.loss)):
-        raise UntrainableCandidate(Note("trial.loss_nonfinite", "the loss is NaN or infinite"))
-
-
-# Power of candidates in trials, measured in separate windows of a second or more.
+        raise UntrainableCandidate("trial.loss_nonfinite", "the loss is NaN or infinite")
 
 
 @dataclass
@@ -105,17 +100,16 @@ class _TrialArm:
 
     def fail(self, error: Exception) -> None:
         """Record a failure of any kind: the user's model, the device, or most likely memory that runs out."""
-        self.error = error.failure if isinstance(error, UntrainableCandidate) else failure_of(error)
+        if isinstance(error, UntrainableCandidate):
+            self.error = error.failure
+        else:
+            self.error = Note(RAN_OUT if is_out_of_memory(error) else "trial.failed", describe(error))
         self.block_s = []
 
 
 @dataclass(frozen=True)
 class TrialPower:
-    """Power measurement of trials.
-
-    Args:
-        is_asked: True if energy is weighted or limited; otherwise candidates of a final get a single window each.
-    """
+    """Power measurement of trials; `is_asked` if energy is weighted or limited, else only finals get a window each."""
 
     meter: Meter
     is_asked: bool
@@ -128,19 +122,15 @@ class TrialPower:
         return MIN_PAIRS_FOR_VERDICT if self.is_asked and decides else 1
 
     def read(self, subject: TrainingLoop, arms: Sequence[_TrialArm], start: LoopState, num_windows: int) -> None:
-        """Add the watts of each arm, in alternating order; an arm with a missing reading gets none.
-
-        An arm whose step raises records the error and is not run again.
-        """
+        """Add the watts of every arm, in alternating order; an arm that fails or lacks a reading gets none."""
         for lap in range(num_windows):
             for arm in [arm for arm in arms if arm.error is None][:: 1 if lap % 2 == 0 else -1]:
                 start.restore()
                 try:
                     watts = self._watts(subject, arm)
+                    arm.watts.append(math.nan if watts is None else watts)
                 except Exception as error:
                     arm.fail(error)
-                else:
-                    arm.watts.append(math.nan if watts is None else watts)
         for arm in arms:
             if arm.error is not None or any(map(math.isnan, arm.watts)):
                 arm.watts.clear()
@@ -171,10 +161,8 @@ class _Blocks:
     Args:
         steps: timed steps per block.
         step_s: seconds of the incumbent's step, from its warm-up.
-        patient: True to run more than `num_blocks` blocks, if blocks are short or a likely gain is within the noise;
-            only in phases that may replace the incumbent.
+        patient, run_s: see `run_stage`.
         start: state at the start of every block.
-        run_s: seconds of the planned run without changes; 0 if unknown.
     """
 
     subject: TrainingLoop
@@ -207,15 +195,9 @@ class _Blocks:
         return self.patient or blocks_s <= _PRICE * (1 - 1 / gain) * self.run_s
 
     def steps_of(self, arm: _TrialArm) -> int:
-        """Return an arm's steps per block; fewer for a far slower arm."""
         if not math.isfinite(arm.first_s) or arm.first_s <= _FAR_SLOWER * self.step_s:
             return self.steps
         return max(1, round(self.steps * self.step_s / arm.first_s))
-
-    @property
-    def slow(self) -> bool:
-        """True if a step takes a large part of a second."""
-        return self.step_s >= _SLOW_S
 
 
 def run_stage(
@@ -241,7 +223,10 @@ def run_stage(
     arms = [_TrialArm(candidate) for candidate in stage.candidates]
     if stage.control:
         arms.append(_TrialArm(stage.candidates[0], control=True))
-    with _shared_allocator(stage), subject.state() as snapshot:
+    with contextlib.ExitStack() as stack:
+        if all(candidate.allocator == "retain" for candidate in stage.candidates):
+            stack.callback(retained_memory.hold())  # Across blocks too, as a single run would.
+        snapshot = stack.enter_context(subject.state())
         tests: list[Callable[[Candidate], Note | None]] = []
         for arm in arms:
             if arm.control:  # The incumbent's second run: it has run, or failed, already.
@@ -253,15 +238,15 @@ def run_stage(
                     arm.error = next(filter(None, (test(arm.candidate) for test in tests)), None)
                 if arm.error is None:
                     snapshot.restore()  # The smoke test may have left state in the loss, in the incumbent's precision.
-                    slowest = _slowest(stage, arms[0].first_s)
-                    measures = stage.name != ALONE
+                    slowest, measures = _slowest(stage, arms[0].first_s), stage.name != ALONE
                     _warm_up(subject, arm, measure_memory=measures, slowest=slowest, paces=arm is arms[0])
                 if notes is not None and arm.uncounted is not None:
                     what = f"the peak memory of {arm.candidate.describe()} was not measured"
                     notes.add("memory.not_counted", what, arm.uncounted)
                 snapshot.restore()
-                if stage.is_known([each.peak_bytes for each in arms[: arms.index(arm) + 1]]):
-                    arms = arms[: arms.index(arm) + 1]
+                tried = arms[: arms.index(arm) + 1]
+                if stage.is_known([each.peak_bytes for each in tried]):
+                    arms = tried
                     break
         step_s = arms[0].first_s
         running = [arm for arm in arms if arm.error is None and arm.first_s <= _slowest(stage, step_s)]
@@ -308,7 +293,6 @@ def _with_optimizer_state(subject: TrainingLoop, arms: Sequence[_TrialArm], befo
 
 
 def _run_blocks(blocks: _Blocks, arms: Sequence[_TrialArm], running: Sequence[_TrialArm]) -> None:
-    """Run the blocks of all arms."""
     stage = blocks.stage
     done, last, doublings = 0, blocks.enough, 0
     draw, before = random.Random(0), None
@@ -325,7 +309,7 @@ def _run_blocks(blocks: _Blocks, arms: Sequence[_TrialArm], running: Sequence[_T
         done += 1
         if stage.drops and (done == MIN_BLOCKS or (stage.orders and done > MIN_BLOCKS)):
             running = still_open(running, arms[0], orders=stage.orders)
-            if (stage.orders or blocks.slow) and _is_over(stage, arms, running):
+            if (stage.orders or blocks.step_s >= _SLOW_S) and _is_over(stage, arms, running):
                 break
         if done == last and stage.control and doublings < _DOUBLINGS:
             gain = _promised(arms, running)
@@ -369,7 +353,7 @@ def _warm_up(subject: TrainingLoop, arm: _TrialArm, *, measure_memory: bool, slo
                 arm.compile_s = max(0.0, first_s - len(first) * arm.first_s)
             require_finite(run)
             if is_recorded(compiled) and (refusal := replay_refusal(subject, arm.candidate)) is not None:
-                raise UntrainableCandidate(Note("trial.graphs_refused", refusal))
+                raise UntrainableCandidate("trial.graphs_refused", refusal)
             if measure_memory:
                 _count_peak(run, subject, arm)
     except Exception as error:
@@ -377,7 +361,6 @@ def _warm_up(subject: TrainingLoop, arm: _TrialArm, *, measure_memory: bool, slo
 
 
 def _count_peak(run: Run, subject: TrainingLoop, arm: _TrialArm) -> None:
-    """Measure the peak memory of a step."""
     try:
         subject.optimizer.zero_grad(set_to_none=True)  # Gradients alive before the measurement would not be counted.
         # The step with the highest memory use is over two batches if windows may span several.
@@ -414,25 +397,19 @@ def _promised(arms: Sequence[_TrialArm], running: Sequence[_TrialArm]) -> float 
     return max(open_ones, default=None)
 
 
-@contextlib.contextmanager
-def _shared_allocator(stage: SearchPhase) -> Iterator[None]:
-    """Keep freed host memory across the blocks of a phase whose candidates all do, as a single run would."""
-    if any(candidate.allocator != "retain" for candidate in stage.candidates):
-        yield
-        return
-    let_go = retained_memory.hold()
-    try:
-        yield
-    finally:
-        let_go()
-
-
 def _time_block(subject: TrainingLoop, stage: SearchPhase, candidate: Candidate, steps: int) -> float:
     with subject.start(candidate) as run:
         if stage.name == ALONE:
-            return _time_optimizer(subject, steps)
-        # Freed memory has to be requested again.
-        if steps > 1 or subject.device.type == "cuda" or _needs_a_lead(stage):
+            for parameter in subject.trained.parameters():
+                if parameter.requires_grad:
+                    parameter.grad = torch.full_like(parameter, 1e-3)
+            subject.optimizer.step()
+            return time_call(subject.optimizer.step, subject.device, max(3, steps))
+        # An arm that keeps freed memory must first request the memory that another block returned, and fp16 must first
+        # find its loss scale. If only those arms were warmed up, the first step would decide in their favour.
+        is_mixed = len({each.allocator for each in stage.candidates}) > 1
+        needs_lead = is_mixed or any(each.precision == "fp16" for each in stage.candidates)
+        if steps > 1 or subject.device.type == "cuda" or needs_lead:
             step_until_applied(run, subject)
         # Every run captures CUDA graphs again.
         for _ in range(max(steps_to_launch(each.compiled) for each in stage.candidates)):
@@ -444,29 +421,8 @@ def _time_block(subject: TrainingLoop, stage: SearchPhase, candidate: Candidate,
 
 
 def timer(candidate: Candidate) -> Callable[[Callable[[], object], torch.device], float]:
-    """Return the timing function for a candidate's steps.
-
-    With kept freed memory, a step in which the heap grew does not count.
-    """
+    """Return the timing function for steps: with kept freed memory, a step in which the heap grew does not count."""
     return time_settled if candidate.allocator == "retain" else time_call
-
-
-def _needs_a_lead(stage: SearchPhase) -> bool:
-    """Return True if each block needs an untimed first step, for all arms alike.
-
-    An arm that keeps freed memory must first request the memory that another block returned, and fp16 must first find
-    its loss scale. If only those arms were warmed up, the first step would decide in their favour.
-    """
-    allocators = {candidate.allocator for candidate in stage.candidates}
-    return len(allocators) > 1 or any(candidate.precision == "fp16" for candidate in stage.candidates)
-
-
-def _time_optimizer(subject: TrainingLoop, steps: int) -> float:
-    for parameter in subject.trained.parameters():
-        if parameter.requires_grad:
-            parameter.grad = torch.full_like(parameter, 1e-3)
-    subject.optimizer.step()
-    return time_call(subject.optimizer.step, subject.device, max(3, steps))
 
 
 def _trial(stage: SearchPhase, arm: _TrialArm, incumbent_s: float) -> Trial:

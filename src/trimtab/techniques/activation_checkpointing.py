@@ -30,9 +30,7 @@ from torch.utils.checkpoint import (
 
 from trimtab.core.errors import ModelError, ValueGivenError
 from trimtab.core.recompute_schedule import KeptBlock, Part, RecomputedSegment, Schedule, schedule_of
-from trimtab.measure.block_graph import Arguments, same_arguments
-from trimtab.measure.blocks import find_blocks
-from trimtab.measure.recompute_listeners import recomputing
+from trimtab.measure.blocks import Arguments, find_blocks, recomputing, same_arguments
 from trimtab.state.forward_state import ForwardState, RecomputedForwards
 from trimtab.state.object_snapshots import version_of
 

@@ -8,8 +8,7 @@ from raising import raises
 from torch import nn
 
 from trimtab.core.errors import ModelError, ValueGivenError
-from trimtab.measure.block_graph import BlockGraph, find_linked_blocks, same_arguments
-from trimtab.measure.blocks import find_blocks
+from trimtab.measure.blocks import BlockGraph, blocks_of, find_blocks, same_arguments
 from trimtab.tasks.models.gpt import GPT, GPTShape
 from trimtab.tasks.models.resnet import ResNet
 
@@ -37,7 +36,7 @@ class Net(nn.Module):
 
 def chain_of(run):
     model = Net(run)
-    return find_linked_blocks(model, lambda m, batch: m(batch).square().mean(), torch.randn(3, 8), find_blocks(model))
+    return blocks_of(model, lambda m, batch: m(batch).square().mean(), torch.randn(3, 8))
 
 
 def in_turn(blocks, x):
@@ -132,7 +131,7 @@ def test_a_hidden_state_that_the_model_hands_out_is_no_link():
             return in_turn(self.blocks[2:], middle), middle
 
     model = Both(None)
-    found = find_linked_blocks(model, lambda m, batch: m(batch)[0].mean(), torch.randn(3, 8), find_blocks(model))
+    found = blocks_of(model, lambda m, batch: m(batch)[0].mean(), torch.randn(3, 8))
     assert found.links == (True, False, True)
 
 
@@ -144,7 +143,7 @@ def test_a_forward_that_looks_at_values_is_refused_with_the_reason():
 def test_nothing_of_the_model_is_changed():
     model = Net(in_turn)
     before = [p.clone() for p in model.parameters()]
-    find_linked_blocks(model, lambda m, batch: m(batch).square().mean(), torch.randn(3, 8), find_blocks(model))
+    blocks_of(model, lambda m, batch: m(batch).square().mean(), torch.randn(3, 8))
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 

@@ -13,9 +13,8 @@ from torch import nn
 from trimtab.core.errors import ModelError
 from trimtab.core.recompute_schedule import KeptBlock, RecomputedSegment
 from trimtab.losses import Summed, mean_of
-from trimtab.measure.block_graph import BlockGraph, find_linked_blocks
 from trimtab.measure.block_memory import trace_stages
-from trimtab.measure.blocks import find_blocks
+from trimtab.measure.blocks import BlockGraph, blocks_of
 from trimtab.planner.recompute_cost import every_block, keep_all, predict, sqrt_segments
 from trimtab.planner.recompute_solver import optimal
 from trimtab.state import peak_memory
@@ -80,14 +79,14 @@ def unet():
 
 
 def traced_chain(model, loss_fn, batch, **how):
-    return trace_stages(model, loss_fn, batch, find_linked_blocks(model, loss_fn, batch, find_blocks(model)), **how)
+    return trace_stages(model, loss_fn, batch, blocks_of(model, loss_fn, batch), **how)
 
 
 @functools.cache
 def chain_of(make):
     torch.manual_seed(0)
     model, loss_fn, batch = make()
-    found = find_linked_blocks(model, loss_fn, batch, find_blocks(model))
+    found = blocks_of(model, loss_fn, batch)
     traced = trace_stages(model, loss_fn, batch, found, counts_scratch=True).first
     chain = [replace(each, forward_s=1.0) for each in traced.stages]
     return model, loss_fn, batch, found, traced, chain

@@ -11,11 +11,10 @@ from small_loops import sgd
 from torch import nn
 
 import trimtab
-from trimtab.measure.dispatch_mode import EagerDispatchMode, run_compiled_eagerly
-from trimtab.measure.fake_tensors import FakeTensors
+from trimtab.measure.fake_tensors import EagerDispatchMode, FakeTensors, run_compiled_eagerly
 from trimtab.measure.flops import count_flops
 from trimtab.measure.storage_tracker import StorageTracker
-from trimtab.profiling.step_counts import SoftmaxDetector
+from trimtab.profiling.loop_facts import SoftmaxDetector
 
 
 class Counting:

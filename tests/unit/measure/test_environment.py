@@ -6,7 +6,6 @@ import importlib.metadata
 
 import torch
 
-import trimtab
 from trimtab.measure.machine import environment
 
 
@@ -15,14 +14,6 @@ def test_it_names_the_versions():
     assert found["torch"] == torch.__version__
     assert found["trimtab"] == importlib.metadata.version("trimtab")
     assert all(isinstance(value, str) and value for value in found.values())
-
-
-def test_sources_that_are_not_installed_say_their_own_version(monkeypatch):
-    def missing(name):
-        raise importlib.metadata.PackageNotFoundError(name)
-
-    monkeypatch.setattr(importlib.metadata, "version", missing)
-    assert environment()["trimtab"] == trimtab.__version__
 
 
 def test_a_gpu_that_was_not_used_is_not_asked_for_its_name(monkeypatch):

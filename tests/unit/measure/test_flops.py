@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from trimtab.measure import flops
-from trimtab.measure.flops import _own_formulas, count_flops, flops_of
+from trimtab.measure.flops import OWN_FORMULAS, count_flops, flops_of
 
 ROWS, WIDTH = 5, 16
 
@@ -51,7 +51,7 @@ def test_a_recurrent_layer_costs_two_flop_a_weight_and_step(options):
 
 def test_recurrent_layers_of_a_gpu_are_counted_by_their_shapes():
     weights = [(32, 16), (32, 8), (32,), (32,), (32, 8), (32, 8), (32,), (32,)]
-    formula = _own_formulas()
+    formula = OWN_FORMULAS
     forward = 2 * 7 * ROWS * (32 * 16 + 3 * 32 * 8)
     assert formula[torch.ops.aten._cudnn_rnn]((7, ROWS, 16), weights, 4) == forward
     assert formula[torch.ops.aten._cudnn_rnn_backward]((7, ROWS, 16), weights, 4) == 2 * forward

@@ -11,8 +11,8 @@ from small_loops import sgd
 
 import trimtab
 from trimtab.core.errors import ValueGivenError
-from trimtab.measure import page_faults
-from trimtab.measure.page_faults import fault_s, num_faults, time_settled
+from trimtab.measure import timing
+from trimtab.measure.timing import fault_s, num_faults, time_settled
 from trimtab.plans.plan import Plan
 from trimtab.state import process_state
 
@@ -131,14 +131,14 @@ def test_a_fault_has_a_price_if_faults_are_counted(monkeypatch):
     assert 0 < price < 0.01
     assert fault_s() == price  # measured once
     with monkeypatch.context() as patch:
-        patch.setattr(page_faults, "resource", None)
+        patch.setattr(timing, "resource", None)
         assert num_faults() is None
         assert fault_s.__wrapped__() is None
 
     def fails():
         raise OSError("cannot allocate memory")
 
-    monkeypatch.setattr(page_faults, "_probe", fails)
+    monkeypatch.setattr(timing, "_probe", fails)
     assert fault_s.__wrapped__() is None
 
 
@@ -153,7 +153,7 @@ def test_a_fault_has_a_price_if_faults_are_counted(monkeypatch):
 )
 def test_the_price_is_a_median_and_above_zero(monkeypatch, probes, price):
     found = iter(probes)
-    monkeypatch.setattr(page_faults, "_probe", lambda: next(found))
+    monkeypatch.setattr(timing, "_probe", lambda: next(found))
     assert fault_s.__wrapped__() == price
 
 
@@ -163,8 +163,8 @@ def test_the_price_is_a_median_and_above_zero(monkeypatch, probes, price):
 )
 def test_a_call_that_asked_for_memory_is_timed_again(monkeypatch, faults, counts):
     calls, found = [], iter(faults)
-    monkeypatch.setattr(page_faults, "num_faults", lambda: next(found))
-    monkeypatch.setattr(page_faults, "time_call", lambda function, device: function() or float(len(calls)))
+    monkeypatch.setattr(timing, "num_faults", lambda: next(found))
+    monkeypatch.setattr(timing, "time_call", lambda function, device: function() or float(len(calls)))
     assert time_settled(lambda: calls.append(1), torch.device("cpu")) == counts
     assert len(calls) == counts
     assert next(found, None) is None

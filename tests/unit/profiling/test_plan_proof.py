@@ -498,10 +498,10 @@ def test_the_setting_that_makes_a_loop_infinite_is_the_cause(monkeypatch):
     """Only in bf16 the plain loop is not finite: the other settings are kept."""
     known = plan_proof._compared
 
-    def compared(subject, start, batches, precision, comparison, changed, drawing):
-        if precision == "bf16":
+    def compared(steps, changed):
+        if steps.precision == "bf16":
             return plan_proof.Proof(False, "", "proof.nonfinite", changed)
-        return known(subject, start, batches, precision, comparison, changed, drawing)
+        return known(steps, changed)
 
     monkeypatch.setattr(plan_proof, "_compared", compared)
     tried = replace(REFERENCE, precision="bf16", micro_batch=3)
@@ -579,11 +579,11 @@ def test_a_small_difference_is_compared_again_from_nearby_weights(monkeypatch, w
     """An activation at a kink differs from some starting weights, an error of the plan from all of them."""
     compared, seeds = plan_proof._compared, []
 
-    def compare(*arguments):
-        seeds.append(arguments[7] if len(arguments) > 7 else 0)
+    def compare(steps, changed):
+        seeds.append(steps.start_seed)
         if len(seeds) <= differing:
             return Proof(False, "differs", "proof.differs", worst=worst)
-        return compared(*arguments)
+        return compared(steps, changed)
 
     monkeypatch.setattr(plan_proof, "_compared", compare)
     assert prove(images(), candidate_of("memory_layout"), REFERENCE).holds is holds
@@ -598,8 +598,10 @@ def test_a_perturbed_start_is_the_start_of_both_loops():
         LoopState(subject.trained, subject.optimizer),
         (subject.batch, subject.batch),
         "fp32",
-        plan_proof._Comparison(REFERENCE, ROWS, drops=True),
-        set(),
+        REFERENCE,
+        ROWS,
+        drops=True,
+        drawing=set(),
         start_seed=3,
     )
     for loop in (steps.plain, steps.planned):

@@ -16,16 +16,15 @@ import trimtab
 from trimtab.core.errors import ValueGivenError
 from trimtab.core.objective import Reference
 from trimtab.losses import Summed
-from trimtab.measure import machine, page_faults
+from trimtab.measure import machine, timing
 from trimtab.planner import search
 from trimtab.planner.plan_choice import choose
 from trimtab.planner.recommendations import padded_vocabulary
 from trimtab.profiling import profiler, trials
-from trimtab.profiling.loop_facts import loop_facts
+from trimtab.profiling.loop_facts import count_step, loop_facts
 from trimtab.profiling.measurement_notes import Notes
 from trimtab.profiling.profiler import padding_saves_s
 from trimtab.profiling.sample_batches import waiting_s
-from trimtab.profiling.step_counts import count_step
 from trimtab.profiling.training_loop import TrainingLoop
 from trimtab.state import process_state
 
@@ -121,8 +120,8 @@ def test_a_batch_longer_than_the_example_is_seen(factor, longest):
 def test_the_price_of_handing_memory_back_is_known_before_anything_is_tried(monkeypatch):
     seen = itertools.cycle((0, 5000, 5100, 5200))
     monkeypatch.setattr(process_state, "can_retain", lambda: True)
-    monkeypatch.setattr(page_faults, "num_faults", lambda: next(seen))
-    monkeypatch.setattr(page_faults, "fault_s", lambda: 1e-6)
+    monkeypatch.setattr(timing, "num_faults", lambda: next(seen))
+    monkeypatch.setattr(timing, "fault_s", lambda: 1e-6)
     found = profiled()
     assert (found.loop.faults_per_step, found.loop.fault_s) == (100, 1e-6)
     monkeypatch.setattr(process_state, "can_retain", lambda: False)

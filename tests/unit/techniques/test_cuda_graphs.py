@@ -13,7 +13,7 @@ from torch import nn
 
 import trimtab
 from trimtab.core.errors import ValueGivenError
-from trimtab.measure.dispatch_mode import EagerDispatchMode
+from trimtab.measure.fake_tensors import EagerDispatchMode
 from trimtab.plans.plan import Plan
 from trimtab.techniques import cuda_graphs
 from trimtab.techniques.compiled_call import is_compiled
