@@ -312,7 +312,7 @@ def _head(profile: Profile, budget: Budget) -> tuple[Candidate, ...]:
     model, larger = CostModel(profile), (first.having(micro_batch=rows) for rows in sizes_to_consider(profile))
     for candidate in (first, *(each for each in larger if memory is None or model.may_fit(each, memory))):
         if chunks := chunk_candidates(profile, candidate):
-            return candidate, *chunks
+            return candidate, *chunks, *_small_chunk(profile, first, chunks)
     return (first,)
 
 
@@ -323,6 +323,14 @@ def _own_phase(name: str, profile: Profile, budget: Budget) -> tuple[Candidate, 
         return (first,)
     tried = (first.having(**{name: value}) for value in setting.candidates(profile, first))
     return tuple(dict.fromkeys((first, *tried)))
+
+
+def _small_chunk(profile: Profile, first: Candidate, beside: Sequence[Candidate]) -> tuple[Candidate, ...]:
+    """Return a candidate with chunks of a fourth of the unchunked size's tokens, if all given chunks are larger."""
+    chunk = _chunk(head_tokens(profile, first), _CHUNK_SHARES[0])
+    may_be_recorded = profile.device.kind == "cuda" and chunk >= _SMALLEST_CHUNK
+    smallest = min(beside, key=lambda each: each.loss_chunk or math.inf)
+    return (smallest.having(loss_chunk=chunk),) if may_be_recorded and chunk < (smallest.loss_chunk or 0) else ()
 
 
 def chunk_candidates(profile: Profile, first: Candidate) -> tuple[Candidate, ...]:
