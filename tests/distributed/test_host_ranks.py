@@ -15,7 +15,9 @@ pytestmark = pytest.mark.slow
 
 PROGRAM = Path(__file__).parents[1] / "host_rank.py"
 # Of a tensor's largest weight, in double precision; of what a plan made here changes, which may be rounding.
-EXACT, ROUNDED, HALF = 1e-10, 1e-6, 1e-3
+EXACT, ROUNDED = 1e-10, 1e-6
+# Of bf16, whose gradients the host divides before the backward and a run after: sixteen units of rounding.
+HALF = 16 * 2**-8
 
 
 def job(folder: Path, host: str) -> tuple[dict, list[dict]]:
