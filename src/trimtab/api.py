@@ -19,7 +19,7 @@ from trimtab.core.batch_rule import BatchRule
 from trimtab.core.errors import ModelError, ShortTraceback, ValueGivenError
 from trimtab.core.hardware import DeviceSpec, absent_device
 from trimtab.core.objective import ASSUMED_REFERENCE, Budget, Objective, Reference
-from trimtab.core.progress import silent
+from trimtab.core.progress import ProgressArgument, shown, silent
 from trimtab.core.record import RecordWriter
 from trimtab.core.stopping_rule import Stop
 from trimtab.distributed.backend_selection import backend_of, is_to_share, require_plannable
@@ -250,7 +250,7 @@ def plan(
     dry_runs: bool = True,
     device: str | DeviceSpec | None = None,
     cache: bool | str | Path = False,
-    progress: Callable[[str], None] = silent,
+    progress: ProgressArgument = "auto",
 ) -> Plan:
     """Measure the loop and choose settings for this machine. Nothing is changed; `print(plan)` explains the choices.
 
@@ -292,6 +292,8 @@ def plan(
         dry_runs: True to run candidate plans on all ranks before one is chosen; False to rely on predictions.
         device: target device: a name in the device table, such as "H100 SXM", or a spec with peaks and bandwidth. The
             memory budget is limited to the device's memory. Arguments that need measurements are refused.
+        progress: "auto" shows a progress bar on a terminal, and otherwise a line on standard error every ten seconds;
+            None shows nothing; a function is called with a line of text as the measurement advances.
         The rest as in `profile`.
 
     Raises:
@@ -325,8 +327,11 @@ def plan(
     }
 
     def make() -> Plan:
-        with ShortTraceback():
-            return _planned(model, optimizer, loss_fn, example_batch, data=data, progress=progress, **arguments)
+        with (
+            ShortTraceback(),
+            shown(progress, is_first_rank=not has_peers() or torch.distributed.get_rank() == 0) as told,
+        ):
+            return _planned(model, optimizer, loss_fn, example_batch, data=data, progress=told, **arguments)
 
     if cache is False:
         return make()

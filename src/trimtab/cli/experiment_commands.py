@@ -18,6 +18,7 @@ from trimtab.cli.options import (
     Json,
     Memory,
     PlanFile,
+    Quiet,
     Ranks,
     TaskName,
     refuse_adapt,
@@ -149,6 +150,7 @@ def compare(
     energy_watts: EnergyWatts = None,
     fail_below: FailBelow = None,
     verbose: Verbose = False,
+    quiet: Quiet = False,
     as_json: Json = False,
 ) -> None:
     """Compare a training loop with the plan in paired runs, and report the gain."""
@@ -199,6 +201,7 @@ def race(
     out: Out = None,
     fail_below: FailBelow = None,
     verbose: Verbose = False,
+    quiet: Quiet = False,
     as_json: Json = False,
 ) -> None:
     """Compare any training loops in paired runs, without a plan; the first is the baseline."""
@@ -225,6 +228,7 @@ def ablate(
     plan_file: PlanFile = None,
     out: Out = None,
     verbose: Verbose = False,
+    quiet: Quiet = False,
     as_json: Json = False,
 ) -> None:
     """Measure every change of a plan alone: added to the baseline, and removed from the plan."""
@@ -260,6 +264,7 @@ def scale(
     plan_file: PlanFile = None,
     out: Out = None,
     job: Annotated[int | None, typer.Option(hidden=True, help="run a single job on the present ranks")] = None,
+    quiet: Quiet = False,
     as_json: Json = False,
 ) -> None:
     """Measure baseline and plan on several numbers of ranks; under a launcher, run a single job on all ranks."""
@@ -304,6 +309,7 @@ def phases(
     plan_file: PlanFile = None,
     out: Annotated[Path | None, typer.Option("--out", "-o", help="write the result as JSON")] = None,
     ranks: Ranks = 1,
+    quiet: Quiet = False,
     as_json: Json = False,
 ) -> None:
     """Measure the time of all phases of a step, without and with the plan, and the bottleneck of the remaining time."""

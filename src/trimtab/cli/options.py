@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from trimtab.core.errors import FormatError, ValueGivenError
+from trimtab.core.progress import be_quiet
 
 if TYPE_CHECKING:
     from trimtab.carbon.intensity import Intensity
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
 
 TaskName = Annotated[str, typer.Argument(help="built-in task, my_module:task or path/to/file.py:task")]
 Json = Annotated[bool, typer.Option("--json", help="print one JSON object instead of text")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="show no progress", callback=be_quiet)]
 Memory = Annotated[str | None, typer.Option(help="hard limit on the peak memory of a step, such as 8GiB")]
 StepTime = Annotated[float | None, typer.Option("--time", help="hard limit on seconds per optimizer step")]
 Weight = Annotated[float, typer.Option(help="weight of peak memory in the objective (time has weight 1)")]

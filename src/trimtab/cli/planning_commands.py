@@ -13,6 +13,7 @@ from trimtab.cli.options import (
     EnergyWeight,
     Json,
     Memory,
+    Quiet,
     StepTime,
     TaskName,
     Weight,
@@ -81,6 +82,7 @@ def estimate(
     ] = "all",
     optimizer: Annotated[str | None, typer.Option(help="adamw (default) or sgd")] = None,
     memory: Annotated[str | None, typer.Option(help="memory limit instead of the device's, such as 16GiB")] = None,
+    quiet: Quiet = False,
     as_json: Json = False,
 ) -> None:
     """Predict the step time and peak memory of a model on a device, and the fastest settings that fit. Runs nothing."""
@@ -101,6 +103,7 @@ def profile(
     energy_weight: EnergyWeight = 0.0,
     energy_watts: EnergyWatts = None,
     without_meter: WithoutMeter = "refuse",
+    quiet: Quiet = False,
     as_json: Json = False,
 ) -> None:
     """Measure a task's training loop and the candidate settings for it."""
@@ -151,6 +154,7 @@ def plan(
     engine: Annotated[str, typer.Option(help="sharding backend: torch, deepspeed")] = "torch",
     adapt: Adapt = None,
     explain: Annotated[bool, typer.Option("--explain", help="print all combinations and trials")] = False,
+    quiet: Quiet = False,
     as_json: Json = False,
 ) -> None:
     """Choose settings for a task and explain the choices."""

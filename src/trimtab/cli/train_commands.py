@@ -24,6 +24,7 @@ from trimtab.cli.options import (
     Memory,
     NonFinite,
     PlanFile,
+    Quiet,
     Ranks,
     Record,
     Rehearse,
@@ -157,6 +158,7 @@ def train(
     takes: Takes = None,
     idle_watts: IdleWatts = None,
     dry_run: DryRun = False,
+    quiet: Quiet = False,
     as_json: Json = False,
 ) -> None:
     """Train a task, or the loop of a function, with a plan and evaluate it.

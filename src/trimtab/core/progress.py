@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import sys
 import time
+from collections.abc import Callable
 from typing import Any, Literal, Protocol
 
 from trimtab.core.serialization import escape_control_characters
@@ -18,11 +20,19 @@ class Progress(Protocol):
     def __call__(self, text: str, share: float | None = None) -> None: ...
 
 
-ShownProgress = Progress | Literal["auto"] | None  # "auto" shows a `ProgressDisplay`, None nothing.
+# The argument of long calls: "auto" shows a `ProgressDisplay`, None nothing, and a callback receives lines of text.
+ProgressArgument = Callable[[str], None] | Literal["auto"] | None
 
 
 def silent(text: str, share: float | None = None) -> None:
     """Ignore progress."""
+
+
+def shown(wanted: ProgressArgument, *, is_first_rank: bool = True) -> contextlib.AbstractContextManager[Any]:
+    """Return a context with the callback for a progress argument; only the first rank shows a display."""
+    if wanted == "auto":
+        return ProgressDisplay(quiet=not is_first_rank)
+    return contextlib.nullcontext(silent if wanted is None else wanted)
 
 
 _REDRAW_S, _LINE_S = 0.1, 10.0
@@ -38,11 +48,11 @@ class ProgressDisplay:
     a thread, because times are measured meanwhile. The bar needs the package `rich`; without it, lines are written.
 
     Args:
-        quiet: True to show nothing.
+        quiet: True to show nothing, as after `be_quiet`.
     """
 
     def __init__(self, *, quiet: bool = False) -> None:
-        self._quiet = quiet
+        self._quiet = quiet or _is_quiet
 
     def __enter__(self) -> Progress:
         self._begun = time.monotonic()
@@ -107,6 +117,15 @@ def _bar_of_terminal() -> Any:
         redirect_stdout=False,
         redirect_stderr=False,
     )
+
+
+_is_quiet = False
+
+
+def be_quiet(wanted: bool) -> None:
+    """Show no progress in this process from now on, if wanted: the option `--quiet` of a command."""
+    global _is_quiet
+    _is_quiet = wanted
 
 
 # What an interruption leaves behind, for the last line of an interrupted command.

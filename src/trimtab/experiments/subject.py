@@ -141,8 +141,9 @@ class Arms:
         self, name: str, setup: Setup, reference: Reference, plan: Plan, *, samples: int | None, horizon: int | None
     ) -> None:
         """Add a loop with a plan; `horizon` are the samples of a plan's learning-rate schedule."""
-        if not self.plans:  # The first plan has every change of the others.
-            warn_of_unproved_split(plan)
+        if not self.plans and plan.splits and not plan.proves_splitting:
+            # The first plan has every change of the others.
+            warn_of_unproved_split(plan, loop_setup.build(setup, 0, name).model)
         how = {"total_samples": horizon} if plan.schedule.value != "user" else {}
         steps = partial(_planned_steps, plan=plan, options=how)
         hides = plan.engine.value == "deepspeed"

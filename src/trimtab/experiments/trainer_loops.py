@@ -5,6 +5,7 @@ Neither package is imported, because the user passes the trainer. Logging, callb
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -162,7 +163,9 @@ def _of_lightning(trainer: Any, module: Any, loader: Any) -> Loop:
 
     def loss_of(model: nn.Module, batch: Any) -> Any:
         # Calls the training step within the module's forward, as Lightning's strategies do for wrapped modules.
-        found = redirect(model, module, "training_step", batch, place["number"])
+        with warnings.catch_warnings():  # Values that the module logs have no receiver outside of Trainer.fit.
+            warnings.filterwarnings("ignore", message="You are trying to `self.log")
+            found = redirect(model, module, "training_step", batch, place["number"])
         return found["loss"] if isinstance(found, Mapping) else found
 
     def step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any) -> Tensor:
