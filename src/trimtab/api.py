@@ -19,7 +19,7 @@ from trimtab.core.batch_rule import BatchRule
 from trimtab.core.errors import ModelError, ShortTraceback, ValueGivenError
 from trimtab.core.hardware import DeviceSpec, absent_device
 from trimtab.core.objective import ASSUMED_REFERENCE, Budget, Objective, Reference
-from trimtab.core.progress import ProgressArgument, shown, silent
+from trimtab.core.progress import silent
 from trimtab.core.record import RecordWriter
 from trimtab.core.stopping_rule import Stop
 from trimtab.distributed.backend_selection import backend_of, is_to_share, require_plannable
@@ -48,6 +48,7 @@ from trimtab.profiling.training_settings_search import (
     tunable_settings,
     tune_plan,
 )
+from trimtab.progress_display import ProgressArgument, shown
 from trimtab.techniques.optimizers import modules_beside, require_alone
 from trimtab.training.batch import BatchSplitting, Count, Split, of_same_size
 from trimtab.training.run import LossFn, Run

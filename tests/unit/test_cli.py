@@ -24,10 +24,9 @@ from saving import forge
 from typer.main import get_command
 
 import trimtab as package
-from trimtab import api, cli
+from trimtab import api, cli, progress_display
 from trimtab.api import profile
 from trimtab.cli.options import settings_to_adapt
-from trimtab.core import progress
 from trimtab.core.errors import ValueGivenError
 from trimtab.core.record import read_record
 from trimtab.core.serialization import from_json, read_json, to_json
@@ -929,7 +928,7 @@ def test_progress_is_one_line_of_the_terminals_width(monkeypatch):
 
 def test_progress_is_drawn_on_a_terminal_only_and_goes_with_the_work(trimtab, monkeypatch):
     terminal = on_terminal(monkeypatch)
-    monkeypatch.setattr(progress, "_REDRAW_S", 0.0)
+    monkeypatch.setattr(progress_display, "_REDRAW_S", 0.0)
     done = trimtab("train tiny:task --plan plan.json --steps 3 --json")
     assert done.json["steps"] == 3
     text = terminal.getvalue()
@@ -941,7 +940,7 @@ def test_progress_is_drawn_on_a_terminal_only_and_goes_with_the_work(trimtab, mo
 def test_what_is_told_too_often_is_not_drawn(monkeypatch):
     """A step of milliseconds must not pay for a drawing of one."""
     terminal = on_terminal(monkeypatch)
-    monkeypatch.setattr(progress, "_REDRAW_S", 1e9)
+    monkeypatch.setattr(progress_display, "_REDRAW_S", 1e9)
     with progress_bar.ProgressBar() as show:
         for step in range(5):
             show(f"step {step}")

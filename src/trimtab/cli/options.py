@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from trimtab.core.errors import FormatError, ValueGivenError
-from trimtab.core.progress import be_quiet
+from trimtab.progress_display import be_quiet
 
 if TYPE_CHECKING:
     from trimtab.carbon.intensity import Intensity

@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import sys
 
-from trimtab.core.progress import Progress, ProgressDisplay
+from trimtab.core.progress import Progress
+from trimtab.progress_display import ProgressDisplay
 
 
 class ProgressBar(ProgressDisplay):

@@ -31,6 +31,7 @@ from trimtab.core.energy_reading import NO_METER, MeterFacts
 from trimtab.core.errors import FormatError
 from trimtab.core.objective import ASSUMED_REFERENCE, Reference
 from trimtab.core.serialization import read_json, to_json, write_result
+from trimtab.plans import plan_text
 from trimtab.settings import SETTINGS, unchanged
 from trimtab.settings.conflicts import check_conflicts
 
@@ -66,7 +67,6 @@ class ZeroStageCost:
 
 PLAN_SCHEMA = 14
 BY_HAND = "plan.by_hand"  # Code of the choices of a plan that was set by hand.
-UNPROVED_SPLIT = "not proved to keep the gradient of the whole batch"
 
 # One field per setting, from `trimtab.settings.SETTINGS`; all but the micro-batch keep the user's value by default.
 _Choices: Any = dataclasses.make_dataclass(
@@ -189,7 +189,7 @@ class Plan(_Choices):  # type: ignore[misc]
             for name, value in values.items()
         }
         micro = rows if micro_batch is None else micro_batch
-        by_hand = "set by hand" if micro == rows else f"set by hand; {UNPROVED_SPLIT}"
+        by_hand = "set by hand" if micro == rows else f"set by hand; {plan_text.UNPROVED_SPLIT}"
         split = Choice(micro, by_hand, SETTINGS["micro_batch"].effect, changed=micro != rows, code=BY_HAND)
         plan: Plan = cls(batch_size=rows, micro_batch=split, num_ranks=num_ranks, **choices)  # type: ignore[call-arg]
         return plan if batch_rule is None else plan.freed(batch_rule, "set by hand", BY_HAND)
@@ -297,20 +297,14 @@ class Plan(_Choices):  # type: ignore[misc]
     @property
     def headline(self) -> str:
         """Speed, memory and numerics against the baseline: "1.9x faster, 64 % less memory, same up to rounding"."""
-        from trimtab.plans import plan_text
-
         return plan_text.headline(self)
 
     def __str__(self) -> str:
         """Return the plan on a screen of at most 20 lines and 80 columns, or the terminal's width."""
-        from trimtab.plans import plan_text
-
         return plan_text.screen(self)
 
     def explain(self) -> str:
         """Return every setting with its reason, all rejected alternatives, checks, advice and notes."""
-        from trimtab.plans import plan_text
-
         return plan_text.explanation(self)
 
 

@@ -7,12 +7,17 @@ import re
 import shutil
 import textwrap
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from trimtab.core.choice import Choice, Effect, MeasuredCost
 from trimtab.core.energy_reading import NO_METER, MeterFacts
 from trimtab.core.units import format_bytes, format_seconds
-from trimtab.plans.plan import UNPROVED_SPLIT, Plan
 from trimtab.settings import SETTINGS
+
+if TYPE_CHECKING:
+    from trimtab.plans.plan import Plan
+
+UNPROVED_SPLIT = "not proved to keep the gradient of the whole batch"
 
 MOST_LINES, MOST_COLUMNS = 20, 80
 _FEWEST_COLUMNS = 40
