@@ -207,11 +207,11 @@ def _imports(path: str, text: str, modules: frozenset[str]) -> Iterator[tuple[in
     if PurePosixPath(path).name != "__init__.py":
         package.pop()
     tree = ast.parse(text)
-    # A setting names the types of plans, which hold all settings.
+    # Settings, which plans hold, and the text of plans name the types of plans.
     types = {id(each) for node in ast.walk(tree) if _is_for_types(node) for each in node.body}
     for node in ast.walk(tree):
         named = node.module if isinstance(node, ast.ImportFrom) and id(node) in types else None
-        if package[1:2] == ["settings"] and within(named or "", "trimtab.plans"):
+        if package[1:2] in (["settings"], ["plans"]) and within(named or "", "trimtab.plans"):
             continue
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
@@ -475,6 +475,7 @@ LOADED = {
     "trimtab.errors",
     "trimtab.plans",
     "trimtab.plans.plan",
+    "trimtab.plans.plan_text",
     *(name for name in map(module_name, house()) if within(name, "trimtab.settings")),
     "trimtab.core",
     "trimtab.core.files",
