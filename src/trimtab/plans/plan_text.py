@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-import shutil
 import textwrap
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
@@ -44,6 +43,8 @@ def screen(plan: Plan, columns: int | None = None) -> str:
     Args:
         columns: width; None for the terminal's, at most 80.
     """
+    import shutil  # Loads many modules, which reading a plan does not need.
+
     width = max(_FEWEST_COLUMNS, min(columns or shutil.get_terminal_size((MOST_COLUMNS, 24)).columns, MOST_COLUMNS))
     before = [*_wrapped(headline(plan), width), *_table(plan, width)]
     changes = [f"{SETTINGS[name].title_of(getattr(plan, name).value)}: {_reason(plan, name)}" for name in plan.changes]
