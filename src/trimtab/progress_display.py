@@ -47,6 +47,7 @@ class ProgressDisplay:
     def __enter__(self) -> Progress:
         self._begun = time.monotonic()
         self._bar = None if self._quiet else _bar_of_terminal()
+        self._first: tuple[float, float] | None = None  # Time and value of the first known fraction.
         self._shown_at = -math.inf if self._bar is not None else self._begun
         return silent if self._quiet else self._show
 
@@ -56,7 +57,7 @@ class ProgressDisplay:
             return
         self._shown_at = now
         text, elapsed_s = escape_control_characters(text), now - self._begun
-        left = _left(elapsed_s, share)
+        left = self._left(now, share)
         if self._bar is None:
             done = "" if share is None else f", {100 * share:.0f} %"
             sys.stderr.write(f"trimtab: {text} ({format_seconds(round(elapsed_s))}{done}{left})\n")
@@ -69,16 +70,23 @@ class ProgressDisplay:
         self._bar.start()  # No effect if already started.
         self._bar.refresh()
 
+    def _left(self, now: float, share: float | None) -> str:
+        """Return the remaining time as text, if the rest advances as fast as the work since the first known fraction.
+
+        Work before, such as planning, has no fraction.
+        """
+        if share is None:
+            return ""
+        if self._first is None:
+            self._first = now, share
+        taken_s, done = now - self._first[0], share - self._first[1]
+        if done < _FORESEEN_SHARE or taken_s < _FORESEEN_S or share >= 1:
+            return ""
+        return f", {format_seconds(max(1, round(taken_s * (1 - share) / done)))} left"
+
     def __exit__(self, *exc: object) -> None:
         if self._bar is not None:
             self._bar.stop()
-
-
-def _left(elapsed_s: float, share: float | None) -> str:
-    """Return the remaining time as text, assuming that the rest advances as fast as the work so far."""
-    if share is None or share < _FORESEEN_SHARE or elapsed_s < _FORESEEN_S:
-        return ""
-    return f", {format_seconds(round(elapsed_s * (1 - min(share, 1.0)) / share))} left"
 
 
 def _bar_of_terminal() -> Any:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-from trimtab.core.choice import Effect, Scalar
+from trimtab.core.choice import Effect
 from trimtab.core.energy_reading import NO_METER, MeterFacts, Provenance
 from trimtab.core.errors import FormatError
 from trimtab.core.hardware import DeviceSpec
@@ -36,6 +36,7 @@ from trimtab.experiments.result_table import (
 from trimtab.experiments.time_to_target import EQUAL_LOSS, QualityMetric, TargetSpeed, time_to_target
 from trimtab.planner.statistics import MIN_PAIRS_FOR_VERDICT, Interval, is_gain, mean_interval, resolution
 from trimtab.plans.plan import Plan
+from trimtab.settings import SETTINGS
 
 _NAMES = {
     BASELINE: "your loop",
@@ -371,7 +372,7 @@ def _effects(found: Comparison) -> list[str]:
     rows: dict[str, list[str]] = {}
     for effect in found.effects():
         if effect.setting != TOGETHER and effect.speed is not None:
-            row = rows.setdefault(effect.change, [words_of(effect.change), "", "", ""])
+            row = rows.setdefault(effect.change, [_title_of(effect.change), "", "", ""])
             words = f"{effect.speed.mean:.2f}x {found.verdict_of(effect.speed, effect.arm)}"
             row[1 if effect.setting == ALONE else 2] = words
             if effect.setting == ALONE and effect.memory is not None:
@@ -406,6 +407,11 @@ def _changes(found: Comparison, arm: str, width: int) -> list[str]:
     return lines
 
 
+def _title_of(change: str) -> str:
+    """Return the name of a setting, or of several settings together, for readers."""
+    return SETTINGS[change].title if change in SETTINGS else change.replace("_", " ")
+
+
 def changes_of_arm(found: Comparison, arm: str) -> list[tuple[str, str, str]]:
     """Return the name, the loop's value and the plan's value of every change of an arm."""
     plan = found.plans.get(arm)
@@ -413,26 +419,9 @@ def changes_of_arm(found: Comparison, arm: str) -> list[tuple[str, str, str]]:
         return []
     before = loop_values(plan, found.reference)
     return [
-        (
-            "micro-batch" if name == "micro_batch" else name.replace("_", " "),
-            value_in_words(name, before[name]),
-            value_in_words(name, getattr(plan, name).value),
-        )
-        for name in found.changes.get(arm, ())
+        (each.title, each.value_text(before[each.name]), each.value_text(getattr(plan, each.name).value))
+        for each in map(SETTINGS.__getitem__, found.changes.get(arm, ()))
     ]
-
-
-def words_of(setting: str) -> str:
-    """Return the name of a setting for readers."""
-    return setting.replace("micro_batch", "micro-batch").replace("_", " ")
-
-
-def value_in_words(name: str, value: Scalar) -> str:
-    """Return the value of a setting for readers."""
-    if value is None or isinstance(value, bool):
-        return "on" if value else "off"
-    words = "your loop's" if value in ("keep", "user") else str(value).replace("_", " ")
-    return f"{words} samples" if name == "micro_batch" else words
 
 
 def _wrapped(text: str, width: int, first: str = "- ") -> list[str]:
@@ -542,7 +531,7 @@ def changes_in_words(found: Comparison) -> list[str]:
         if effect.speed is not None:
             text = f"{speed_in_words(effect.speed)} {effect.setting}"
             text += "" if effect.setting == TOGETHER else f", {found.verdict_of(effect.speed, effect.arm)}"
-            words.setdefault(words_of(effect.change), []).append(text)
+            words.setdefault(_title_of(effect.change), []).append(text)
     return [f"{change}: {'; '.join(each)}" for change, each in words.items()]
 
 

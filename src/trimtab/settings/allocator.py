@@ -44,6 +44,9 @@ class Allocator(Setting):
         text = f"not tried: {faults:,.0f} page faults take about {100 * share:.2g}% of a step"
         return Note("allocator.few_faults", text)
 
+    def value_text(self, value: Scalar) -> str:
+        return "kept" if value == "retain" else "returned"
+
     def phrase(self, value: Scalar) -> str:
         return str(value)
 

@@ -138,6 +138,12 @@ class Setting:
         """Return a value as the name of a change, such as "bf16 precision"."""
         return (self.label(value) or f"{self.title} {value}").replace("_", " ")
 
+    def value_text(self, value: Scalar) -> str:
+        """Return a value beside the setting's title, such as "on" or "8 samples"."""
+        if value is None or isinstance(value, bool):
+            return "on" if value else "off"
+        return "your loop's" if value in ("keep", "user") else str(value).replace("_", " ")
+
     def phrase(self, value: Scalar) -> str:
         """Return a value as the object of a comparison, such as "chunks of 512 tokens" in "1.2x the speed of ..."."""
         words = self.name.replace("_", " ")

@@ -55,6 +55,9 @@ class LossChunk(Setting):
     def label(self, value: Scalar) -> str:
         return "" if value is None else f"loss in chunks of {value} tokens"
 
+    def value_text(self, value: Scalar) -> str:
+        return "off" if value is None else f"{value} tokens"
+
     def phrase(self, value: Scalar) -> str:
         return "the unchunked loss head" if value is None else f"chunks of {value} tokens"
 

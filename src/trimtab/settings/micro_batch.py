@@ -55,5 +55,8 @@ class MicroBatch(Setting):
     def label(self, value: Scalar) -> str:
         return f"micro-batch {value}"
 
+    def value_text(self, value: Scalar) -> str:
+        return f"{value} samples"
+
     def phrase(self, value: Scalar) -> str:
         return f"micro-batch {value}"
