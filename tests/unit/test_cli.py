@@ -203,8 +203,8 @@ def test_a_profile_is_printed_and_written_and_a_plan_decided_from_it(trimtab, tm
         assert shown in done.out
     assert read_json(Profile, tmp_path / "profile.json").loop.batch_size == 32
     plan = trimtab("plan profile.json").succeeded()
-    assert plan.out.startswith("Change ")
-    assert "micro batch" in plan.out
+    assert "your loop: " in plan.out
+    assert "micro-batch" in plan.out
     written = trimtab("plan profile.json --json -o plan.json")
     assert from_json(Plan, written.out) == read_json(Plan, tmp_path / "plan.json")
     assert str(from_json(Plan, written.out)) == plan.out.rstrip("\n")
@@ -213,7 +213,7 @@ def test_a_profile_is_printed_and_written_and_a_plan_decided_from_it(trimtab, tm
 
 def test_a_plan_for_a_task(trimtab):
     done = trimtab("plan tiny:task --memory 1GiB").succeeded()
-    assert "baseline: declared fp32 eager loop, 32 samples per step" in done.out
+    assert "(fp32 eager, 32 samples)" in done.out
     found = trimtab("plan tiny:task --adapt learning-rate --json").succeeded()
     assert from_json(Plan, found.out).plan_kind == "tuned"
     assert found.json["schedule"]["value"] == "warmup_cosine"
@@ -223,9 +223,10 @@ def test_a_plan_for_a_task(trimtab):
 
 
 @pytest.mark.usefixtures("profile_json")
-def test_a_plan_explained_has_all_that_was_considered_and_tried(trimtab):
-    bare, explained_ = (trimtab(f"plan profile.json {flag}").out for flag in ("", "--explain"))
-    assert explained_.startswith(bare.rstrip("\n"))
+def test_a_plan_explained_has_all_that_was_considered_and_tried(trimtab, tmp_path):
+    trimtab("plan profile.json -o plan.json").succeeded()
+    explained_ = trimtab("plan profile.json --explain").out
+    assert explained_.startswith(read_json(Plan, tmp_path / "plan.json").explain())
     head = re.search(r"(\d+) combinations considered, .* \(weights: time 1, memory 0\):", explained_)
     considered = explained_[head.end() :].partition("\n\n")[0].splitlines()[1:]
     scores = [float(line.split()[0]) for line in considered]
@@ -242,8 +243,8 @@ def test_a_plan_explained_has_all_that_was_considered_and_tried(trimtab):
 @pytest.mark.usefixtures("profile_json")
 def test_a_plan_under_other_limits_and_for_another_device_is_predicted(trimtab):
     elsewhere = trimtab("plan profile.json --device 'H100 SXM'").succeeded()
-    assert "this plan, predicted: " in elsewhere.out
-    assert "this plan, measured: " not in elsewhere.out
+    assert "predicted" in elsewhere.out.splitlines()[0]
+    assert "predicted on H100 SXM" in elsewhere.out
     recorded, direct = (
         from_json(Plan, trimtab(f"plan {of} --device 'H100 SXM' --json").out) for of in ("profile.json", "tiny.py:task")
     )

@@ -119,6 +119,8 @@ def _table(plan: Plan, width: int) -> list[str]:
     measured = [("your loop", plan.baseline), *([("this plan", ours)] if plan.changes else [])]
     loop = plan.reference.describe().removeprefix("declared ")
     beside = [f"{loop}, {_rows(plan)}"]
+    if plan.target_device:
+        beside = [beside[0], f"predicted on {plan.target_device}"]
     if plan.verified is not None and plan.changes and all(map(math.isfinite, plan.verified)):
         beside.append("95 %: {:.3g}x to {:.3g}x".format(*plan.verified))
     lines = []

@@ -199,9 +199,11 @@ def drop_gradients(optimizer: torch.optim.Optimizer, *, between_steps: bool = Fa
     if getattr(optimizer.zero_grad, "__func__", None) is not torch.optim.Optimizer.zero_grad:
         groups = optimizer.param_groups if between_steps else []
         before = [(p.grad, p.grad._version, p) for group in groups for p in group["params"] if p.grad is not None]
+        takes_none = True
         try:
             optimizer.zero_grad(set_to_none=True)
         except TypeError:  # Apex's has no arguments.
+            takes_none = False
             optimizer.zero_grad()
         kept = [p for grad, version, p in before if p.grad is grad and grad._version == version]
         # An in-place `grad.data.zero_()` does not change the version counter.
@@ -215,6 +217,8 @@ def drop_gradients(optimizer: torch.optim.Optimizer, *, between_steps: bool = Fa
                 "run.of_batches(n).",
                 code="optimizer.keeps_gradients",
             )
+        if takes_none:
+            return
     for group in optimizer.param_groups:
         for p in group["params"]:
             p.grad = None
