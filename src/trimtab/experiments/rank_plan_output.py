@@ -157,7 +157,8 @@ def rank_page(
     plan, stages = choose_stage(found, traces, ranks, calibration, shape, asked.engine)
     where = f"{ranks} ranks of {found.device.name}, over {calibration.link.name}"
     plan = replace(plan, target_device=where, stages=stage_figures(stages))
-    return RankPlanResult(plan, stages, config_of(plan, sum(each.numel() for each in model.parameters())))
+    numel = sum(each.numel() for each in model.parameters())
+    return RankPlanResult(plan, stages, config_of(plan, numel) if asked.engine == "deepspeed" else None)
 
 
 def _require_supported(task: Task, asked: RankPlanOptions, budget: Budget, objective: Objective) -> None:

@@ -31,9 +31,10 @@ def headline(plan: Plan) -> str:
         if plan.target_device:
             return f"No change: nothing is predicted to be better on {plan.target_device}"
         return "No change: nothing was significantly better than your loop"
-    if plan.baseline is None:
+    if plan.baseline is None and plan.predicted is None:
         return "Set by hand, neither measured nor proved"
-    text = ", ".join([*_speed(plan), *_memory(plan), _numerics(plan)])
+    where = [f"predicted on {plan.target_device}"] if plan.baseline is None and plan.target_device else []
+    text = ", ".join([*where, *_speed(plan), *_memory(plan), _numerics(plan)])
     return text[0].upper() + text[1:]
 
 
@@ -114,17 +115,14 @@ def _numerics(plan: Plan) -> str:
 def _table(plan: Plan, width: int) -> list[str]:
     """Return time, memory and energy of a step of the baseline and of the plan."""
     ours = plan.measured or plan.predicted
-    if plan.baseline is None or ours is None:
-        return []
-    measured = [("your loop", plan.baseline), *([("this plan", ours)] if plan.changes else [])]
-    loop = plan.reference.describe().removeprefix("declared ")
-    beside = [f"{loop}, {_rows(plan)}"]
-    if plan.target_device:
-        beside = [beside[0], f"predicted on {plan.target_device}"]
-    if plan.verified is not None and plan.changes and all(map(math.isfinite, plan.verified)):
-        beside.append("95 %: {:.3g}x to {:.3g}x".format(*plan.verified))
+    loop, is_known = plan.reference.describe().removeprefix("declared "), all(map(math.isfinite, plan.verified or ()))
+    measured = [] if plan.baseline is None else [("your loop", plan.baseline, f"{loop}, {_rows(plan)}")]
+    if ours is not None and plan.changes:
+        note = "95 %: {:.3g}x to {:.3g}x".format(*plan.verified) if plan.verified and is_known else ""
+        note = f"predicted on {plan.target_device}" if plan.target_device else note
+        measured.append(("this plan", ours, note))
     lines = []
-    for (label, cost), note in zip(measured, [*beside, ""], strict=False):
+    for label, cost, note in measured:
         energy = "" if cost.energy_j is None else f", {plan.meter.told(cost.energy_j)}"
         text = f"  {label}: {format_seconds(cost.step_s)} per step, {format_bytes(cost.peak_bytes)}{energy}"
         whole = f"{text} ({note})" if note else text
@@ -156,7 +154,7 @@ def _wrapped(text: str, width: int, lines: int = 2) -> list[str]:
 
 def _remarks(plan: Plan) -> Iterator[str]:
     """Yield what is left alone, the proof, the first advice, the pay-back and where the details are."""
-    if plan.baseline is None:
+    if plan.baseline is None and plan.predicted is None:
         return
     kept = [(name, choice) for name, choice in plan.choices() if not choice.changed and SETTINGS[name].is_searched]
     if kept:
@@ -165,6 +163,8 @@ def _remarks(plan: Plan) -> Iterator[str]:
     if plan.proof is not None and plan.changes:
         agreed = f"gradients and {plan.proof.tensors} tensors agree after two steps with and without the plan"
         yield f"proof: {agreed if plan.proof.holds else plan.proof.reason}"
+    if plan.meter.left_out:
+        yield f"energy: {plan.meter.describe()}"
     if plan.advice:
         yield f"advice: {plan.advice[0].text}"
     if plan.planning_s:
