@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import os
 import sys
 from types import SimpleNamespace
@@ -86,6 +87,14 @@ def _idle_machine(monkeypatch):
     timing = sys.modules.get("trimtab.measure.timing")
     if timing is not None:
         monkeypatch.setattr(timing, "processor_fraction", lambda num_threads: 1.0)
+
+
+@pytest.fixture(autouse=True)
+def _no_progress_lines(monkeypatch):
+    """Write no lines of progress, which appear after ten seconds: other tests decide how long a command takes."""
+    display = sys.modules.get("trimtab.progress_display")
+    if display is not None:
+        monkeypatch.setattr(display, "_LINE_S", math.inf)
 
 
 @pytest.fixture

@@ -35,8 +35,8 @@ from trimtab.experiments.step_check import check_step
 from trimtab.experiments.task_loops import STRICT, Setup, TaskLoops
 from trimtab.experiments.task_plans import refuse_on_ranks, require_fits, require_same_task, task_of_rank
 from trimtab.experiments.time_to_target import QualityMetric
+from trimtab.measure import timing
 from trimtab.measure.machine import device_spec, environment
-from trimtab.measure.timing import LOADED, processor_fraction
 from trimtab.planner.multi_rank_plan import for_replicas
 from trimtab.planner.statistics import MIN_PAIRS_FOR_VERDICT
 from trimtab.plans.plan import Plan
@@ -437,8 +437,8 @@ def free_threads(device: torch.device, num_ranks: int) -> Iterator[list[str]]:
     threads takes several times its usual seconds.
     """
     threads = torch.get_num_threads()
-    fraction = processor_fraction(threads) if device.type == "cpu" and num_ranks == 1 else 1.0
-    if fraction >= LOADED:
+    fraction = timing.processor_fraction(threads) if device.type == "cpu" and num_ranks == 1 else 1.0
+    if fraction >= timing.LOADED:
         yield []
         return
     free = max(1, int(fraction * threads))
