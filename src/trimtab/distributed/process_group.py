@@ -10,6 +10,7 @@ import queue
 import socket
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
@@ -35,6 +36,8 @@ ENVIRONMENT = "ranks.environment"  # code of errors in variables set by launcher
 _BEAT_S = 2.0  # between two heartbeats, in long time limits
 _SOONEST_S, _LATEST_S = 0.001, 0.25  # seconds between two polls, increasing with the waiting time
 _HEAR_S = 4 * _LATEST_S
+# Keys written by this rank with their number of readers, per store; weak, because a store must be free to end.
+_written: weakref.WeakKeyDictionary[Store, list[tuple[str, int]]] = weakref.WeakKeyDictionary()
 _numbers = itertools.count()  # the same on all ranks, because they call in the same order
 _is_apart = False
 _joined_s: float | None = None
@@ -260,7 +263,7 @@ def from_first(make: Callable[[], str], topic: str = "") -> str:
             raise
         finally:
             _is_apart = False
-        store.set(key, "=" + made)
+        _write_value(store, key, "=" + made, dist.get_world_size() - 1)
         return made
     try:
         found = await_value(store, key, time_limit_s())
@@ -296,7 +299,7 @@ def words_at_work(make: Callable[[], str], topic: str) -> list[str]:
     if rank:
         with send_heartbeats(store, keys[rank], limit_s):
             own = make()
-        store.set(keys[rank], own)
+        _write_value(store, keys[rank], own, readers=1)
     return list(json.loads(from_first(all_said, topic)))
 
 
@@ -378,6 +381,22 @@ def await_value(store: Store, key: str, limit_s: float) -> str:
     if isinstance(found, RuntimeError):
         raise HeartbeatTimeout("the connection to the job's TCPStore ended") from found
     return found
+
+
+def _write_value(store: Store, key: str, text: str, readers: int) -> None:
+    """Write a value for a number of readers, and delete earlier values that all readers have fetched."""
+    store.set(key, text)
+    before = _written.get(store, [])
+    _written[store] = [each for each in before if not _is_removed(store, *each)] + [(key, readers)]
+
+
+def _is_removed(store: Store, key: str, readers: int) -> bool:
+    """Delete a key if all readers have fetched it; return True if deleted."""
+    if store.add(f"{key}/heard", 0) < readers:
+        return False
+    for each in (key, f"{key}/beats", f"{key}/heard"):
+        store.delete_key(each)
+    return True
 
 
 def _last_words(store: Store, key: str, text: str) -> None:
