@@ -92,7 +92,7 @@ def test_what_the_folder_holds_is_not_timed_again(folder, here):
 def test_another_table_is_not_made_in_the_same_folder(here):
     code, _, err = here("tiny:task", "--rounds", "1", "--scaling", "weak", "--out", "table")
     assert code == 1
-    assert "different settings: modes, steps." in err
+    assert "different settings: --scaling, --steps." in err
     assert "[folder.settings_differ]" in err
 
 

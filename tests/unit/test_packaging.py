@@ -212,5 +212,5 @@ def test_a_task_that_the_wheel_begins_is_made_ones_own_and_compared(unpacked, tm
         assert text.count(before) == 1
         text = text.replace(before, after)
     (tmp_path / "my_task.py").write_text(text, encoding="utf-8")
-    assert "the speed of baseline" in trimtab("compare", "my_task:task", "--quick")
+    assert "the speed of your loop" in trimtab("compare", "my_task:task", "--quick")
     assert (tmp_path / "runs" / "compare-my_task-task" / "report.html").is_file()

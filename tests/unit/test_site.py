@@ -62,7 +62,7 @@ def test_what_would_be_fetched_is_seen() -> None:
 
 def test_the_reference_has_whole_docstrings(site: Path) -> None:
     page = (site / "docs" / "api.html").read_text(encoding="utf-8")
-    for anchor in ("trimtab.plan", "trimtab.Run.train_step", "trimtab.core.errors.UsageError", "trimtab.nn.LossHead"):
+    for anchor in ("trimtab.plan", "trimtab.Run.train_step", "trimtab.errors.UsageError", "trimtab.nn.LossHead"):
         assert f'id="{anchor}"' in page, anchor
     text = re.sub(r"\s+", " ", re.sub(r"<[^>]+>", "", page))
     for function in (trimtab.plan, trimtab.start):
