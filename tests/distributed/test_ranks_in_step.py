@@ -154,7 +154,7 @@ def test_uneven_shares_train_as_one_process_does_and_ddp_does_not(found):
 def test_a_folder_of_another_comparison_is_refused_on_all_ranks_and_said_by_one(found):
     (kind, text, echo), (other_kind, other_text, other_echo) = (each["another"] for each in found[1])
     assert (kind, echo) == ("FormatError", None)
-    assert "different settings: plan" in text
+    assert "different settings: --plan" in text
     assert (other_kind, other_echo) == ("RankError", True)
-    assert "different settings: plan" in other_text
+    assert "different settings: --plan" in other_text
     assert json.loads((found[0] / "made_here" / "settings.json").read_text())["ranks"] == "2"
