@@ -66,7 +66,7 @@ def whole(place: Path) -> int:
     good = newest_good(place / "run")
     assert not good.refused
     read_record(place / "record.jsonl")
-    assert not BatchSizeLog(place / "run" / NAME, "", writes=False)._read.faults
+    assert BatchSizeLog(place / "run" / NAME, "", writes=False)._read.fault is None
     return good.contents.step
 
 
