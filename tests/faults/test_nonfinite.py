@@ -205,7 +205,7 @@ def test_fp16_that_overflows_at_every_scale_is_left_for_a_wider_precision(tmp_pa
                 assert torch.equal(value, buffers[name])
             run.train_step(run.window(loop.batches[0]), loop.loss)
             assert run.applied_steps == 1
-    event, _ = trimtab.read_record(tmp_path / "run.jsonl").events  # and what keeping windows' starts cost
+    (event,) = trimtab.read_record(tmp_path / "run.jsonl").events
     assert (event.name, event.detail["from"], event.detail["to"]) == ("precision", "fp16", wider)
 
 

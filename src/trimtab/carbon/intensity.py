@@ -93,7 +93,9 @@ def of_csv(text: str, kind: str) -> Intensity:
         where = f"carbon:{line}"
         if None in row:  # An unquoted 1,234 makes two cells, and would be read as 1.
             found = f"more cells than columns ({', '.join(row[None])!r:.40})"
-            raise FormatError(where, got=found, expected="one cell per column", hint=_NO_THOUSANDS, code="csv.number")
+            raise FormatError(
+                where, got=found, expected="one cell per column", hint=_NO_THOUSANDS, code="csv.extra_cell"
+            )
         if not row.keys() >= set(COLUMNS):
             raise FormatError("carbon", got=f"columns {', '.join(row)}", expected=expected, code="csv.columns")
         try:
@@ -112,7 +114,7 @@ def of_csv(text: str, kind: str) -> Intensity:
 
 
 def _grams(text: str, where: str) -> float:
-    found = number_or_none(text)
+    found = None if "_" in text else number_or_none(text)  # Python's digit grouping (1_000) is not valid in a CSV.
     if found is None or not 0 <= found < math.inf:
         expected = "a finite number of grams per kWh, at least 0"
         hint = _NO_THOUSANDS if "," in text else ""
