@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import partial
@@ -16,7 +17,7 @@ from trimtab.checkpoint.config import Checkpoints
 from trimtab.checkpoint.manager import kept
 from trimtab.core import validation
 from trimtab.core.batch_rule import BatchRule
-from trimtab.core.errors import ModelError, ShortTraceback, ValueGivenError
+from trimtab.core.errors import ModelError, UsageError, ValueGivenError
 from trimtab.core.hardware import DeviceSpec, absent_device
 from trimtab.core.objective import ASSUMED_REFERENCE, Budget, Objective, Reference
 from trimtab.core.progress import silent
@@ -71,6 +72,22 @@ _IN_EVALUATION = (
     "afterwards."
 )
 CUT = "the batch is split into the number of micro-batches with the most samples or tokens per second and byte"
+
+
+class _ShortTraceback:
+    """Context manager that removes internal frames from the traceback of a `UsageError`.
+
+    `TRIMTAB_TRACEBACK=1` keeps them. A cause, such as the error of a loss function, keeps its frames.
+    """
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if isinstance(error, UsageError) and not os.environ.get("TRIMTAB_TRACEBACK"):
+            error.__traceback__ = None  # The frames of the callers are added as the error leaves the block.
+            if error.__cause__ is not None:
+                error.__cause__.__suppress_context__ = True
 
 
 def profile(
@@ -164,7 +181,7 @@ def profile(
     metered = dataclasses.replace(metered, facts=facts)
     times = validation.integer("num_blocks", num_blocks, low=3)
     steps = None if total_steps is None else validation.integer("total_steps", total_steps)
-    with ShortTraceback():
+    with _ShortTraceback():
         return profile_loop(
             subject,
             reference,
@@ -329,7 +346,7 @@ def plan(
 
     def make() -> Plan:
         with (
-            ShortTraceback(),
+            _ShortTraceback(),
             shown(progress, is_first_rank=not has_peers() or torch.distributed.get_rank() == 0) as told,
         ):
             return _planned(model, optimizer, loss_fn, example_batch, data=data, progress=told, **arguments)

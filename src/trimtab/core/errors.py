@@ -26,7 +26,6 @@ Every message names the value found, the expected value and a remedy.
 from __future__ import annotations
 
 import functools
-import os
 from typing import Any, ClassVar
 
 
@@ -75,22 +74,6 @@ class UsageError(TrimtabError):
     """Invalid argument. No state was modified."""
 
     default_code = "usage.invalid"
-
-
-class ShortTraceback:
-    """Context manager that removes internal frames from the traceback of a `UsageError`.
-
-    `TRIMTAB_TRACEBACK=1` keeps them. A cause, such as the error of a loss function, keeps its frames.
-    """
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        if isinstance(error, UsageError) and not os.environ.get("TRIMTAB_TRACEBACK"):
-            error.__traceback__ = None  # The frames of the callers are added as the error leaves the block.
-            if error.__cause__ is not None:
-                error.__cause__.__suppress_context__ = True
 
 
 class ValueGivenError(UsageError, ValueError):
