@@ -100,6 +100,7 @@ ONLY = {
     "trimtab.experiments.comparison": {
         "trimtab.experiments.change_effects",
         "trimtab.core",
+        "trimtab.settings",
         "trimtab.plans",
         "trimtab.planner.statistics",
         "trimtab.experiments.pages",
