@@ -347,7 +347,14 @@ def plan(
     def make() -> Plan:
         with (
             _ShortTraceback(),
-            shown(progress, is_first_rank=not has_peers() or torch.distributed.get_rank() == 0) as told,
+            shown(
+                progress,
+                is_first_rank=not (
+                    torch.distributed.is_available()
+                    and torch.distributed.is_initialized()
+                    and torch.distributed.get_rank()
+                ),
+            ) as told,
         ):
             return _planned(model, optimizer, loss_fn, example_batch, data=data, progress=told, **arguments)
 

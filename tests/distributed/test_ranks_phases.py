@@ -46,8 +46,10 @@ def test_ranks_wait_for_one_another_in_both_loops(gains):
 
 
 def test_roofs_of_replicas_are_of_a_sample(gains):
-    """Not of a micro-batch or a rank's batch, which have 8 and 16. Whether compute or memory bounds an operator depends on
-    the machine, so their sums are compared."""
+    """Not of a micro-batch or a rank's batch, which have 8 and 16.
+
+    Whether compute or memory bounds an operator depends on the machine, so their sums are compared.
+    """
     table = gains[0].table
     bounds = [
         sum(table.value(f"roof:{kind}:forward", arm) for kind in ("compute", "memory")) for arm in ("baseline", "plan")

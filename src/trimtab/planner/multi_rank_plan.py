@@ -420,8 +420,10 @@ def saying_missed(plan: Plan, ran: DryRunResult) -> str:
         return "nothing was predicted"
     found = [f"predicted {format_seconds(told.step_s)} ({_off(told.step_s, ran.window_s)})"]
     if told.peak_bytes is not None and ran.peak_bytes is not None:
-        off = _off(told.peak_bytes, ran.peak_bytes)
-        found.append(f"{format_bytes(told.peak_bytes)} ({off} for the median of {len(ran.peaks)} steps)")
+        off = f"{_off(told.peak_bytes, ran.peak_bytes)} for the median of {len(ran.peaks)} steps"
+        if len(ran.peaks) > 1:
+            off += f", {_off(told.peak_bytes, max(ran.peaks))} for the largest"
+        found.append(f"{format_bytes(told.peak_bytes)} ({off})")
     return " and ".join(found)
 
 

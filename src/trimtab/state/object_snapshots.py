@@ -142,7 +142,10 @@ def checksum(tensor: Tensor) -> int | None:
         size = flat.element_size()
         whole = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}.get(size, torch.uint8)
         parts = flat.view(whole).split(_CHUNK)
-        sums = torch.stack([part.sum(dtype=torch.int64) for part in parts])
+        if flat.device.type == "cpu":  # torch would copy each part to int64, NumPy does not
+            sums = torch.tensor([int(part.numpy().sum(dtype=numpy.int64)) for part in parts], dtype=torch.int64)
+        else:
+            sums = torch.stack([part.sum(dtype=torch.int64) for part in parts])
         return int((sums * torch.arange(1, len(parts) + 1, device=sums.device)).sum())
     return None
 

@@ -8,13 +8,14 @@ from __future__ import annotations
 import collections
 import functools
 import re
+from dataclasses import replace
 
 import numpy as np
 import torch
 from torch import nn
 
 from trimtab.tasks.embedded import python_topics
-from trimtab.tasks.hand_tuned import FP32_REFERENCE
+from trimtab.tasks.hand_tuned import FP32_REFERENCE, strong_gpt
 from trimtab.tasks.language_modelling import NATS_PER_TOKEN, evenly_spaced, next_token_loss, windows
 from trimtab.tasks.models.gpt import GPT, GPTShape
 from trimtab.tasks.task import DataSource, Task, TaskData
@@ -69,8 +70,10 @@ TASK = Task(
     targets=(6.5, 6.0, 5.5, 5.0),
     batch_size=BATCH_SIZE,
     budget_samples=400 * BATCH_SIZE,
-    eval_every_samples=50 * BATCH_SIZE,
+    eval_every_samples=20 * BATCH_SIZE,
     terms="tokens",
     terms_per_sample=CONTEXT,
+    adapted_samples=200 * BATCH_SIZE,
+    strong=replace(strong_gpt(200 * BATCH_SIZE, peak_rate=3e-3), rates="not swept for this task"),
     reference=FP32_REFERENCE,
 )

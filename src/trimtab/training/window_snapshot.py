@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import operator
+import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -22,13 +23,13 @@ from trimtab.plans.plan import Plan
 from trimtab.state.forward_state import Replayed, is_traced, state_recorder
 from trimtab.state.generators import GeneratorSnapshot
 from trimtab.state.loop_state import ChangeKind, LoopState, StateChange
-from trimtab.state.object_snapshots import ArraySnapshot, ContainerSnapshot, TensorSnapshot, VariableSnapshot
+from trimtab.state.object_snapshots import ArraySnapshot, ContainerSnapshot, TensorSnapshot, VariableSnapshot, checksum
 from trimtab.training.hooks import Hook, Outcome
 from trimtab.training.out_of_memory import MicroBatchLimit, free_memory, is_out_of_memory, out_of_memory_in_step
 from trimtab.training.split_conditions import has_batch_statistics, keeps_maths
 from trimtab.training.window import Window
 
-_LARGE = 2**20  # Bytes of a buffer that is copied only after a watched window changed it.
+_LARGE = 2**20  # Bytes of a buffer that is copied only after it changed.
 _SMALL = 2**16  # Bytes of a tensor that later watched windows copy.
 _FULLY_WATCHED = 2  # Number of watched windows that copy all tensors; later ones copy small tensors only.
 
@@ -36,11 +37,14 @@ _FULLY_WATCHED = 2  # Number of watched windows that copy all tensors; later one
 class WindowSnapshot:
     """Snapshot taken before a window, restored if the window is repeated or skipped.
 
-    Small buffers and batch statistics are copied before every window. Windows 1, 2, 3, 6, 12, ... are watched
-    (`state.loop_state`): large buffers, frozen parameters, attributes, containers, variables and generators that their
-    forwards change are recorded before every later window. Large buffers outside of the `state_dict` (masks, caches)
-    are excluded, and so are plain numbers and lists that only the loss refers to: the number of calls of a loss is not
-    part of a window.
+    Small buffers and batch statistics are copied before every window. Large buffers (frozen weights, masks, codebooks,
+    queues) are copied only after a window that changed them, detected by version counters, and in the first two windows
+    also by checksums of persistent buffers, since some writes leave the version unchanged. The first change of a large
+    persistent buffer cannot be undone: that window is not repeated, and skipping it causes a warning.
+
+    Windows 1, 2, 3, 6, 12, ... are watched (`state.loop_state`): frozen parameters, attributes, containers, variables
+    and generators that their forwards change are recorded before every later window. Plain numbers and lists that only
+    the loss refers to are excluded: the number of calls of a loss is not part of a window.
 
     Args:
         model: the model.
@@ -48,24 +52,23 @@ class WindowSnapshot:
 
     Attributes:
         loss_fn: the loss, whose state is watched too; None if unknown.
-        unheld: names of changes that cannot be restored, such as those of trained parameters.
     """
 
     def __init__(self, model: nn.Module, *, watches: bool = False) -> None:
         self._model, self._watches, self._windows = model, watches, 0
         self.loss_fn: Callable[..., Any] | None = None
-        self.unheld: list[str] = []
+        self._unheld: list[str] = []
         self._tables = [_table(module) for module in model.modules()]
         self._list_places()
         self._device = next(model.parameters()).device
         self._buffers: list[Tensor | None] = []
         self._always: tuple[list[Tensor], list[Tensor]] = [], []  # Copies, and the tensors copied.
         self._shapes: list[torch.Size] = []
-        self._own: set[int] = set()  # Tensors that are copied before every window, or excluded.
-        self._generators: tuple[Tensor, Tensor | None] | None = None
+        self._large: list[_LargeBuffer] = []
+        self._generators: Any = None
         self._watch: LoopState | None = None
         self._holds: dict[Any, Callable[[], Replayed | None]] = {}  # By the key of each object.
-        self._moving: dict[Any, Callable[[], Any]] = {}  # Further tensors to copy, by the key of their names.
+        self._moving: dict[Any, Callable[[], Any]] = {}  # Tensors other than buffers, by the key of their names.
         self._held: list[Replayed] = []
         self._learned: list[TensorSnapshot] = []  # Tensors that changed for the first time in this window.
 
@@ -89,84 +92,104 @@ class WindowSnapshot:
         if self._always[0]:
             torch._foreach_copy_(*self._always)
         self._windows += self._watches
+        for each in self._large:
+            each.note(is_summed=0 < self._windows <= _FULLY_WATCHED)
         cuda = torch.cuda.get_rng_state(self._device) if self._device.type == "cuda" else None
         self._generators = torch.get_rng_state(), cuda  # Without NumPy's generator, which would take 85 us per window.
         self._held = [held for hold in self._holds.values() if (held := hold()) is not None]
-        self._learned, self._watch = [], None
+        self._learned = []
+        self._watch = None
         if self._watches and _is_watched(self._windows) and not is_traced(list(self._model.modules())):
+            most = None if self._windows <= _FULLY_WATCHED else _SMALL
             self._watch = LoopState(
                 self._model,
                 loss_fn=self.loss_fn,
-                most_bytes_copied=None if self._windows <= _FULLY_WATCHED else _SMALL,
+                most_bytes_copied=most,
                 of_forwards=True,
                 iterators=False,
-                held_elsewhere=self._own,
+                held_elsewhere={id(buffer) for buffer in self._buffers},
             )
-
-    def _sort(self, buffers: list[Tensor | None]) -> None:
-        """Select the tensors that are copied before every window, and allocate memory for the copies."""
-        always: list[Tensor] = []
-        own = set[int]()
-        number = len(self._places)
-        for index, buffer in enumerate(buffers):
-            if buffer is None:
-                continue
-            module, _, is_persistent = self._places[index] if index < number else (None, "", True)
-            # Fused batch norms update statistics without a new version.
-            is_moving = index >= number or (is_persistent and isinstance(module, _NormBase))
-            if can_be_written(buffer) and id(buffer) not in own:
-                if is_moving or buffer.nbytes < _LARGE:
-                    # Copies must not be part of an autograd graph.
-                    always.append(buffer.detach() if buffer.requires_grad else buffer)
-                elif is_persistent:
-                    continue
-            own.add(id(buffer))
-        self._always = [torch.empty_like(each) for each in always], always
-        self._buffers, self._shapes, self._own = buffers, [each.shape for each in always], own
 
     def learn(self) -> None:
         """Compare a watched window's state with the snapshot; called after forwards and backwards only."""
+        for each in self._large:
+            each.learn()
         watch, self._watch = self._watch, None
-        tables = set(map(id, self._tables))
-        for change, held in watch.changed() if watch is not None else ():
-            assert watch is not None
+        if watch is None:
+            return
+        own = {id(table) for table in self._tables}
+        own |= {id(buffer) for table in self._tables for buffer in table.values() if buffer is not None}
+        own |= {id(buffer) for buffer in self._buffers}
+        unheld = []
+        for change, held in watch.changed():
             if isinstance(held, TensorSnapshot):
-                if id(held.tensor) in self._own or change.kind is ChangeKind.GRADIENT:
+                if id(held.tensor) in own or change.kind is ChangeKind.GRADIENT:
                     continue
-                is_parameter, is_writable = change.kind is ChangeKind.PARAMETER, can_be_written(held.tensor)
-                if held.is_checked_only or not is_writable or is_parameter:
-                    self._lose(change)
-                if is_writable and not is_parameter:
+                if held.is_checked_only or not can_be_written(held.tensor) or change.kind is ChangeKind.PARAMETER:
+                    unheld.append(str(change))
+                if change.kind is not ChangeKind.PARAMETER and can_be_written(held.tensor):
                     key, get = watch.holder_of(held) or (id(held.tensor), functools.partial(_itself, held.tensor))
                     self._moving[key] = get
                     self._learned.append(held)
             elif isinstance(held, Replayed):
-                is_own = isinstance(held, ContainerSnapshot) and id(held.container) in tables
+                is_own = isinstance(held, ContainerSnapshot) and id(held.container) in own
                 if not is_own and not (watch.is_of_loss(held) and _is_plain(change, held)):
                     key, hold = state_recorder(held, watch.holder_of(held))
                     if key not in self._holds:
                         self._holds[key] = hold
                         self._held.append(held)
             elif held is not None:
-                self._lose(change)
+                unheld.append(str(change))
+        self._unheld += [each for each in unheld if each not in self._unheld]
 
-    def _lose(self, change: StateChange) -> None:
-        if str(change) not in self.unheld:
-            self.unheld.append(str(change))
+    @property
+    def unheld(self) -> list[str]:
+        """Names of changes that cannot be restored.
+
+        These are changes of trained parameters, and of large buffers that this window was the first to change.
+        """
+        if not (lost := [each.place for each in self._large if each.is_lost]):
+            return self._unheld
+        paths = {id(module): f"{path}." if path else "" for path, module in self._model.named_modules()}
+        return self._unheld + [f"buffer {paths.get(module, '')}{name}" for module, name in lost]
+
+    def _sort(self, buffers: list[Tensor | None]) -> None:
+        """Divide buffers into those copied before every window, with memory for the copies, and large buffers."""
+        always: list[Tensor] = []
+        large: list[_LargeBuffer] = []
+        known = {id(each.buffer): each for each in self._large}
+        moved = {each.place for each in self._large if each.has_moved}
+        number = len(self._places)
+        for index, buffer in enumerate(buffers):
+            if buffer is None or not can_be_written(buffer):
+                continue
+            module, name, is_persistent = self._places[index] if index < number else (self._model, "", True)
+            # Fused batch norms update statistics without a new version.
+            is_moving = index >= number or (is_persistent and isinstance(module, _NormBase))
+            if is_moving or buffer.nbytes < _LARGE:
+                # Copies must not be part of an autograd graph.
+                always.append(buffer.detach() if buffer.requires_grad else buffer)
+            elif id(buffer) in known:
+                large.append(known[id(buffer)])
+            else:
+                place = id(module), name
+                large.append(_LargeBuffer(buffer, place, is_persistent=is_persistent, has_moved=place in moved))
+        self._always, self._large = ([torch.empty_like(each) for each in always], always), large
+        self._buffers, self._shapes = buffers, [each.shape for each in always]
 
     @property
     def kept_bytes(self) -> int:
         """Bytes of the copies made before every window, over all devices."""
-        states = [state for state in self._generators or () if state is not None]
-        return sum(each.nbytes for each in (*self._always[0], *states))
+        copies, _ = self._always
+        states: list[Tensor] = [state for state in self._generators or () if state is not None]
+        return sum(each.nbytes for each in (*copies, *states)) + sum(each.copied_bytes for each in self._large)
 
     def restore(self) -> None:
-        """Restore buffers, random generators and all further state changed by forwards."""
+        """Restore buffers, random generators and everything else that forwards changed."""
         self.restore_skipped()
         for each in self._held:
             if isinstance(each, GeneratorSnapshot):
                 each.restore()
-        assert self._generators is not None
         cpu, cuda = self._generators
         torch.set_rng_state(cpu)
         if cuda is not None:
@@ -183,9 +206,9 @@ class WindowSnapshot:
         self._restore_buffers()
 
     def _restore_buffers(self) -> None:
-        """Restore buffer values, and persistent buffers replaced by forwards.
+        """Restore buffer values, and persistent buffers that were replaced.
 
-        New and enlarged caches are kept, since modules recreate a cache of another size.
+        Caches that were created or grew are kept, since modules recreate a cache that does not fit.
         """
         known = {(id(module), name) for module, name, _ in self._places}
         for module in self._model.modules():
@@ -197,10 +220,9 @@ class WindowSnapshot:
                 _table(module)[name] = buffer
         with torch.no_grad():
             for copy, buffer in zip(*self._always, strict=True):
-                if buffer.shape == copy.shape:
-                    buffer.copy_(copy)
-                else:  # Resized in place.
-                    buffer.data = copy.clone()
+                _write(buffer, copy)
+            for each in self._large:
+                each.restore()
 
 
 def _is_watched(number: int) -> bool:
@@ -241,6 +263,70 @@ def bytes_to_begin_anew(model: nn.Module) -> int:
     return start.kept_bytes
 
 
+class _LargeBuffer:
+    """A large buffer, copied before a window only after it has changed once.
+
+    Args:
+        buffer: the buffer.
+        place: id of the module, and name of the buffer.
+        is_persistent: True if the buffer is part of the module's `state_dict`.
+        has_moved: True if an earlier buffer of the same name changed.
+    """
+
+    def __init__(self, buffer: Tensor, place: tuple[int, str], *, is_persistent: bool, has_moved: bool) -> None:
+        self.buffer, self.place, self.has_moved = buffer, place, has_moved
+        self._is_persistent = is_persistent
+        self._version = buffer._version
+        self._copy: Tensor | None = None
+        self._sum: int | None = None
+
+    @property
+    def copied_bytes(self) -> int:
+        """Bytes of the copy."""
+        return 0 if self._copy is None else self._copy.nbytes
+
+    @property
+    def is_lost(self) -> bool:
+        """True if this window changed a persistent buffer without a copy."""
+        return self._is_persistent and self._copy is None and self._is_other
+
+    @property
+    def _is_other(self) -> bool:
+        return self.has_moved or self.buffer._version != self._version
+
+    def note(self, *, is_summed: bool) -> None:
+        """Copy the buffer if it has ever changed, by its version.
+
+        Args:
+            is_summed: compute a checksum to detect changes of a persistent buffer without a new version.
+        """
+        if self._is_other:
+            value = self.buffer.detach()
+            is_alike = self._copy is not None and self._copy.shape == value.shape
+            self._copy = self._copy.copy_(value) if self._copy is not None and is_alike else value.clone()
+            self._version = self.buffer._version
+        is_summed &= self._is_persistent and not self.has_moved
+        self._sum = checksum(self.buffer) if is_summed else None
+
+    def learn(self) -> None:
+        """Compare with the checksum, if there is one."""
+        self.has_moved |= self._sum is not None and checksum(self.buffer) != self._sum
+        self._sum = None
+
+    def restore(self) -> None:
+        """Restore the values, if they changed and were copied."""
+        if self._copy is not None and self._is_other:
+            _write(self.buffer, self._copy)
+            self._version = self.buffer._version
+
+
+def _write(buffer: Tensor, copy: Tensor) -> None:
+    if buffer.shape == copy.shape:
+        buffer.copy_(copy)
+    else:  # Resized in place.
+        buffer.data = copy.clone()
+
+
 def can_be_written(buffer: Tensor) -> bool:
     """Return True if each element of a buffer has its own memory and can be written to."""
     if buffer.layout is not torch.strided or buffer.is_inference():
@@ -249,11 +335,31 @@ def can_be_written(buffer: Tensor) -> bool:
     return not shared  # Elements of an expanded tensor share memory.
 
 
+POLICIES = ("split", "stop")
+# Added to errors that are not handled.
+_HINT = (
+    "In one process, or with zero_stage=0, trimtab.start(..., out_of_memory='split') repeats such a step with smaller "
+    "micro-batches, unless other ranks wait for this rank."
+)
+_UNHELD = (
+    "The step was not repeated with smaller micro-batches, because its forwards changed state that cannot be "
+    "restored: {}."
+)
+_STATISTICS = " Batch statistics are then computed per micro-batch, which changes training."
+_OTHERWISE = " This changes the gradient, because the loss or the model computes over the whole batch."
+_UNPROVED = (
+    " The gradient stays the same only if the loss of a sample does not depend on other samples, which "
+    "trimtab.plan(...) checks."
+)
+
+
 def recovers_from(policy: str | None, plan: Plan, model: nn.Module, *, may_retry: bool) -> bool:
     """Return True if a run splits a window after an out-of-memory error.
 
+    The default is to split if, as far as is known, splitting keeps the numerics.
+
     Args:
-        policy: "split", "stop", or None to split if, as far as is known, splitting keeps the numerics.
+        policy: "split", "stop" or None for the default.
         may_retry: True if this rank can repeat a window while other ranks are in it.
 
     Raises:
@@ -261,7 +367,7 @@ def recovers_from(policy: str | None, plan: Plan, model: nn.Module, *, may_retry
     """
     if policy is None:
         return may_retry and keeps_maths(plan, model)
-    validation.one_of("out_of_memory", policy, ("split", "stop"))
+    validation.one_of("out_of_memory", policy, POLICIES)
     if policy == "split" and not may_retry:
         raise ValueGivenError(
             "out_of_memory",
@@ -292,14 +398,7 @@ class OutOfMemoryRetry(Hook):
         is_on: bool,
         watches: bool = True,
     ) -> None:
-        self._assumed = ""
-        if not keeps_maths(plan, model):
-            self._assumed = " This changes the gradient, because the loss or the model computes over the whole batch."
-        elif plan.check is None:
-            self._assumed = (
-                " The gradient stays the same only if the loss of a sample does not depend on other samples, which "
-                "trimtab.plan(...) checks."
-            )
+        self._assumed = _OTHERWISE if not keeps_maths(plan, model) else _UNPROVED if plan.check is None else ""
         self._has_statistics = has_batch_statistics(model)
         self.is_on, self.limit = is_on, MicroBatchLimit()
         self._start, self._note = WindowSnapshot(model, watches=watches), note
@@ -308,9 +407,11 @@ class OutOfMemoryRetry(Hook):
         self._samples_before: int | None = None
         self._has_warned = False
         self._is_noted = False  # True if a window's initial state is available.
+        self._began = time.perf_counter()
+        self._spent_s, self._saved, self._windows = 0.0, 0, 0
 
     def begin(self, loss_fn: Callable[..., Any]) -> None:
-        """Begin a window with a loss. Both can be repeated as a whole."""
+        """Begin a window that can be repeated as a whole, with its loss, whose state is restored too."""
         self._samples_before = self.limit.rows
         self._start.loss_fn = loss_fn
         self._is_repeatable, self._is_noted = True, False
@@ -319,9 +420,12 @@ class OutOfMemoryRetry(Hook):
         """Save the state from before the window, if the window may be repeated, skipped or consists of padding."""
         if not (self.is_on and self._is_repeatable) and not self.may_skip and window.rows:
             return
+        start = time.perf_counter()
         self._is_repeatable = self._is_noted = False
         self._start.note()
         self._is_noted = True
+        self._windows += 1
+        self._spent_s += time.perf_counter() - start
 
     def step_begins(self, *, is_scaled: bool) -> None:
         """Record the changes made by a watched window's forwards, before the optimizer changes anything."""
@@ -344,6 +448,7 @@ class OutOfMemoryRetry(Hook):
             self._has_warned = True
             text = f"A step was skipped, but state that its forwards changed could not be restored: {self._unheld}."
             warnings.warn(text, RuntimeWarning, stacklevel=4)
+        self._saved += 1
 
     @property
     def _unheld(self) -> str:
@@ -366,21 +471,13 @@ class OutOfMemoryRetry(Hook):
         if in_optimizer:
             raise out_of_memory_in_step(failure) from error
         if not self.is_on or not may_retry:
-            error.add_note(
-                "In one process, or with zero_stage=0, trimtab.start(..., out_of_memory='split') repeats such a step "
-                "with smaller micro-batches, unless other ranks wait for this rank."
-                + " Batch statistics are then computed per micro-batch, which changes training."
-                * self._has_statistics
-            )
+            error.add_note(_HINT + (_STATISTICS if self._has_statistics else ""))
             return None
         if not self._is_noted:
             return None
         self._start.learn()
         if self._start.unheld:
-            error.add_note(
-                "The step was not repeated with smaller micro-batches, because its forwards changed state that cannot "
-                f"be restored: {self._unheld}."
-            )
+            error.add_note(_UNHELD.format(self._unheld))
             return None
         return failure
 
@@ -405,6 +502,7 @@ class OutOfMemoryRetry(Hook):
             raise
         free_memory(self._device)
         window.split(after)
+        self._saved += 1
         self._note("out_of_memory", {"from": before, "to": after, "error": failure})
         warnings.warn(
             f"Out of memory ({failure}): the step is repeated, with the micro-batch reduced from {before} to {after} "
@@ -412,3 +510,10 @@ class OutOfMemoryRetry(Hook):
             RuntimeWarning,
             stacklevel=3,
         )
+
+    def account(self) -> dict[str, Any] | None:
+        """Return the overhead as a fraction of the run's host time, and the number of windows saved; None if unused."""
+        if not self._windows:
+            return None
+        price = self._spent_s / (time.perf_counter() - self._began)
+        return {"technique": "window start", "price": price, "windows": self._windows, "saved": self._saved}

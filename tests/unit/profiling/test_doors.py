@@ -55,10 +55,9 @@ def test_a_device_that_cannot_be_measured_is_refused(door, devices, code, given,
     assert expected in caught.value.expected
 
 
-def test_what_is_only_applied_is_not_measured():
-    model, optimizer = loop("meta")
-    with trimtab.start(model, optimizer, Plan.fixed(4, 2)) as run:
-        run.train_step(run.window(BATCH), lambda model, batch: model(batch[0]).mean())
+def test_a_model_without_values_is_not_trained():
+    with raises(ModelError, code="model.on_meta"):
+        trimtab.start(*loop("meta"), Plan.fixed(4, 2))
 
 
 def mean_square(model, batch):

@@ -80,8 +80,9 @@ def test_a_recorded_profile_has_the_traces_that_would_be_made(device):
     assert [each.candidate for each in again.traces] == [each.candidate for each in live.traces]
     for ours, theirs in zip(again.traces, live.traces, strict=True):
         assert (ours.whole, ours.sliced, ours.work) == (theirs.whole, theirs.sliced, theirs.work)
-        peaks = {each.precision for each in theirs.work.micro_batch} - {theirs.candidate.precision}
-        assert peaks <= {"fp32"}  # in no other half precision, which the device may lack
+        if theirs.candidate.loss_chunk is None:
+            peaks = {each.precision for each in theirs.work.micro_batch} - {theirs.candidate.precision}
+            assert peaks <= {"fp32"}  # in no other half precision, which the device may lack
 
 
 class Recurrent(nn.Module):
@@ -102,8 +103,8 @@ def test_layers_most_of_whose_memory_no_trace_tells_are_refused():
 
 
 def test_figures_are_compared_with_limits_with_a_margin(free):
-    assert "peak memory: traced, plus a margin of 5%" in str(free)
-    assert "step time: from the data sheet of the device; 33% is added before comparison with a limit" in str(free)
+    assert "peak memory: traced, plus a margin of 5%" in free.explain()
+    assert "step time: from the data sheet of the device; 33% is added before comparison with a limit" in free.explain()
     assert planned(budget=trimtab.Budget(time=1.34 * free.predicted.step_s)).predicted == free.predicted
     for limit in ({"time": 1.32 * free.predicted.step_s}, {"memory": "1MiB"}):
         with raises(InfeasibleError, code="plan.infeasible", field="budget"):

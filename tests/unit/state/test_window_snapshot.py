@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 import torch
 from small_loops import sgd
@@ -120,38 +122,44 @@ MOVES = {
 
 
 @pytest.mark.parametrize(("value", "move"), MOVES.values(), ids=MOVES)
-def test_a_large_buffer_is_restored_and_copied_after_the_first_window_that_moved_it(value, move, monkeypatch):
+def test_a_large_buffer_is_copied_after_the_first_window_that_moved_it(value, move, monkeypatch):
     monkeypatch.setattr(window_snapshot, "_LARGE", 8)
     model = Model(still=torch.zeros(8), moving=value.clone())
     start = WindowSnapshot(model, watches=True)
     start.note()
     start.learn()
     generators = start.kept_bytes
-    for window in range(4):
+    start.note()
+    move(model.moving)
+    start.learn()
+    assert start.unheld == ["buffer moving"]
+    assert start.kept_bytes == generators
+    for _ in range(3):
         start.note()
         before = model.moving.clone()
         move(model.moving)
         start.restore_skipped()
         assert start.unheld == []
         assert torch.equal(model.moving, before)
-        assert start.kept_bytes == generators + value.nbytes * (window > 0)
+        assert start.kept_bytes == generators + value.nbytes
         move(model.moving)
 
 
-def test_a_large_buffer_that_other_ones_take_the_place_of_is_restored(monkeypatch):
+def test_a_large_buffer_that_other_ones_take_the_place_of_is_restored_after_the_first_window(monkeypatch):
     monkeypatch.setattr(window_snapshot, "_LARGE", 8)
     model = Model(queue=torch.zeros(8))
     start = WindowSnapshot(model, watches=True)
-    for _ in range(3):
+    for window in range(3):
         start.note()
         before, values = model.queue, model.queue.clone()
         model.queue[0] += 1
         model.queue = model.queue.clone()
-        start.restore_skipped()
-        assert model.queue is before
-        assert torch.equal(before, values)
-        model.queue[0] += 1
-        model.queue = model.queue.clone()
+        if window:
+            start.restore_skipped()
+            assert model.queue is before
+            assert torch.equal(before, values)
+            model.queue[0] += 1
+            model.queue = model.queue.clone()
         start.learn()
 
 
@@ -167,7 +175,7 @@ def test_large_batch_statistics_are_copied_from_the_first_window_on(monkeypatch)
 
 
 @pytest.mark.parametrize("window", [0, 2])
-def test_a_window_that_moved_a_large_buffer_is_repeated_from_its_value(window):
+def test_a_window_that_moved_a_large_buffer_first_is_not_repeated(window):
     model = Model(base=torch.zeros(2**18))
     calls = []
 
@@ -178,13 +186,35 @@ def test_a_window_that_moved_a_large_buffer_is_repeated_from_its_value(window):
             raise torch.OutOfMemoryError("no")
         return model(batch).mean() + 0 * model.base[0]
 
-    with trimtab.start(model, sgd(model), Plan.fixed(4), out_of_memory="split") as run:
+    options = {"out_of_memory": "split"}
+    with trimtab.start(model, sgd(model), Plan.fixed(4), **options) as run:
         for _ in range(window):
             run.train_step(run.window(torch.randn(4, 3)), loss_fn)
-        with pytest.warns(RuntimeWarning):
+        context = pytest.warns(RuntimeWarning) if window else pytest.raises(torch.OutOfMemoryError)
+        with context as caught:
             run.train_step(run.window(torch.randn(4, 3)), loss_fn)
+        if not window:
+            assert "buffer base" in caught.value.__notes__[0]
+            return
     assert calls == [4] * window + [4, 2, 2]
     assert model.base[0] == window + 2
+
+
+@pytest.mark.parametrize(("moves", "warned"), [(True, True), (False, False)])
+def test_a_skipped_step_warns_of_a_large_buffer_that_it_moved_first(moves, warned):
+    model = Model(base=torch.zeros(2**18))
+
+    def loss_fn(model, batch):
+        if moves:
+            model.base.add_(1)
+        return model(batch).mean()
+
+    context = pytest.warns(RuntimeWarning) if warned else contextlib.nullcontext()
+    with (
+        trimtab.start(model, sgd(model), Plan.fixed(4), nonfinite="skip") as run,
+        context,
+    ):
+        run.train_step(run.window(torch.full((4, 3), torch.nan)), loss_fn)
 
 
 def test_memory_that_runs_out_while_noting_passes_and_nothing_is_put_back(monkeypatch):
