@@ -75,7 +75,7 @@ def test_a_written_loop_is_planned(command, kind):
     command(f"init {kind}_loop.py --kind {kind}")
     code, out, _ = command(f"plan {kind}_loop.py:setup --memory 4GiB")
     assert code == 0
-    assert "proof: " in out
+    assert "your loop: " in out
 
 
 def test_the_default_is_a_plain_loop_and_no_file_is_overwritten(command, tmp_path):

@@ -91,7 +91,7 @@ def test_a_failed_step_given_up_is_not_counted_and_the_next_window_trains(plan, 
 
 def test_a_record_that_cannot_be_written_leaves_the_window_stepped_and_counted():
     class Full:
-        def step(self, *_):
+        def step(self, *_, **__):
             """Held, as long as it goes."""
 
         def stepped(self):
