@@ -115,7 +115,7 @@ def main(rank: int, ranks: int, folder: Path) -> None:
         before = sum(each.calls for each in counted)
         try:
             plans[name] = planned(case, given)
-            found = {"plan": to_jsonable(plans[name]), "text": str(plans[name])}
+            found = {"plan": to_jsonable(plans[name]), "text": plans[name].explain()}
         except TrimtabError as error:
             found = {"error": type(error).__name__, "code": error.code, "said": str(error)}
         said[name] = found | {"traces": sum(each.calls for each in counted) - before}
