@@ -158,10 +158,7 @@ def test_it_is_recorded(tmp_path):
         with run, pytest.warns(RuntimeWarning):
             loop.train(run, loop.batches)
     record = trimtab.read_record(tmp_path / "run.jsonl")
-    event, account = record.events
-    assert (account.name, account.detail["technique"]) == ("account", "window start")
-    assert (account.detail["windows"], account.detail["saved"]) == (WINDOWS, 1)
-    assert 0 < account.detail["price"] < 1
+    (event,) = record.events
     assert (event.name, event.step, event.detail["from"], event.detail["to"]) == ("out_of_memory", FAILING, 8, 4)
     assert [step.num_micro_batches for step in record.steps] == [2, 2, 4, 4, 4, 4]
     assert run.applied_steps == WINDOWS

@@ -149,7 +149,10 @@ def test_given_watts_become_joules_of_every_block():
     table, _ = run([arm("a"), arm("b", wait_s=0.003)], RunLength(20), meter=meter)
     for name in ("a", "b"):
         joules, seconds = (table.select(metric, name) for metric in (ENERGY, SECONDS))
-        assert [row.value for row in joules] == pytest.approx([50 * row.value for row in seconds], rel=0.5, abs=0.2)
+        assert len(joules) == len(seconds)
+        assert all(row.value > 0 for row in joules)
+        # Not block by block: another process may run between the two readings of the clock.
+        assert sum(row.value for row in joules) == pytest.approx(50 * sum(row.value for row in seconds), rel=0.5)
     assert result_table.speed_of_pair(table, "b", "a", 0, metric=ENERGY).mean < 1
 
 
