@@ -107,6 +107,8 @@ def _numerics(plan: Plan) -> str:
     training = [SETTINGS[name].title for name, choice in changed if choice.effect is Effect.TRAINING]
     if training:
         return f"changes the training ({', '.join(training)})"
+    if plan.splits and plan.check is None:
+        return f"split {UNPROVED_SPLIT}"
     if any(choice.effect is Effect.ROUNDING or name == "micro_batch" for name, choice in changed):
         return "same results up to rounding"
     return "bitwise the same results"
