@@ -407,6 +407,11 @@ def _changes(found: Comparison, arm: str, width: int) -> list[str]:
     return lines
 
 
+def _rate(value: float) -> str:
+    """Return a rate with four digits, and without an exponent."""
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"
+
+
 def _title_of(change: str) -> str:
     """Return the name of a setting, or of several settings together, for readers."""
     return SETTINGS[change].title if change in SETTINGS else change.replace("_", " ")
@@ -485,7 +490,7 @@ def summary_of(found: Comparison, arm: str) -> dict[str, str]:
     last = [curve[-1][1] for curve in losses if curve]
     energy = "energy/sample" if found.meter.provenance is Provenance.MEASURED else "energy/sample (estimated)"
     words = {
-        f"{found.terms}/s": f"{factor * statistics.median(rates):,.4g}" if rates else "",
+        f"{found.terms}/s": _rate(factor * statistics.median(rates)) if rates else "",
         "peak memory": "" if peak is None else format_bytes(int(peak)),
         "final loss": f"{statistics.fmean(last):.4g}" if last else "",
     }
