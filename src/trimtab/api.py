@@ -26,7 +26,7 @@ from trimtab.core.stopping_rule import Stop
 from trimtab.distributed.backend_selection import backend_of, is_to_share, require_plannable
 from trimtab.distributed.dry_run import of_live
 from trimtab.distributed.plan_on_ranks import BroadcastPlan, StageMeasurements, of_replicas, plan_together, share_of
-from trimtab.distributed.process_group import has_peers
+from trimtab.distributed.process_group import has_peers, is_first_rank
 from trimtab.distributed.rank_consistency import require_same_loop
 from trimtab.energy.energy_meter import EnergyClock
 from trimtab.energy.meter_selection import Metering as Metering
@@ -345,17 +345,7 @@ def plan(
     }
 
     def make() -> Plan:
-        with (
-            _ShortTraceback(),
-            shown(
-                progress,
-                is_first_rank=not (
-                    torch.distributed.is_available()
-                    and torch.distributed.is_initialized()
-                    and torch.distributed.get_rank()
-                ),
-            ) as told,
-        ):
+        with _ShortTraceback(), shown(progress, is_first_rank=is_first_rank()) as told:
             return _planned(model, optimizer, loss_fn, example_batch, data=data, progress=told, **arguments)
 
     if cache is False:

@@ -1,4 +1,4 @@
-"""Progress of long-running work: the callback, and what an interruption of a command keeps."""
+"""Progress of long-running work: the callback, and the sentence on files kept by an interrupted command."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _kept = ""
 
 
 def note_kept(text: str) -> None:
-    """Set the sentence on the files that an interruption of the command leaves behind; "" if there are none."""
+    """Set the sentence on files kept after an interruption of the command; "" for no files."""
     global _kept
     _kept = text
 

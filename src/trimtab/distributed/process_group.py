@@ -221,6 +221,11 @@ def _reduced(value: float, op: Any) -> float:
     return float(found)
 
 
+def is_first_rank() -> bool:
+    """Return True for rank 0, and without a process group."""
+    return not (dist.is_available() and dist.is_initialized() and dist.get_rank())
+
+
 def has_peers() -> bool:
     """Return True if this process is a rank of several."""
     return bool(dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1)

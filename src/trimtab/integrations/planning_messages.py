@@ -6,7 +6,6 @@ The lines are records of the logger "trimtab" at level INFO. Without a handler o
 from __future__ import annotations
 
 import logging
-import math
 import sys
 import time
 from collections.abc import Callable
@@ -21,10 +20,6 @@ from trimtab.settings import SETTINGS
 LOGGER = logging.getLogger("trimtab")
 LONGEST = 100  # Characters of the line with the result.
 EVERY_S = 10.0
-_WORDS: dict[str, Callable[[object], str]] = {
-    "micro_batch": lambda value: f"micro-batches of {value}",
-    "recompute": lambda _: "activation checkpointing",
-}
 
 
 class _Stderr(logging.Handler):
@@ -91,20 +86,12 @@ def headline(plan: Plan, optimizer: str, seconds: float) -> str:
     end = f"planned in {format_seconds(seconds)}"
     if not plan.changes:
         return f"trimtab: no change is significantly better; {end}"
-    if plan.verified is not None and all(map(math.isfinite, plan.verified)) and plan.verified[0] > 0:
-        end = f"{math.sqrt(plan.verified[0] * plan.verified[1]):.3g}x in trials; {end}"
-    elif plan.baseline is not None and plan.predicted is not None:
-        end = f"{plan.baseline.step_s / plan.predicted.step_s:.3g}x predicted; {end}"
-    words = [_in_words(name, plan, optimizer) for name in plan.changes]
+    if plan.speed is not None:
+        end = f"{plan.speed:.3g}x {'predicted' if plan.verified is None else 'in trials'}; {end}"
+    words = [SETTINGS[name].title_of(getattr(plan, name).value) for name in plan.changes]
+    words = [each.replace("optimizer", optimizer) for each in words]
     for kept in range(len(words), 0, -1):
         rest = "" if kept == len(words) else f" and {len(words) - kept} more"
         if len(line := f"trimtab: {', '.join(words[:kept])}{rest}; {end}") <= LONGEST:
             return line
     return f"trimtab: {len(words)} changes; {end}"
-
-
-def _in_words(name: str, plan: Plan, optimizer: str) -> str:
-    value = getattr(plan, name).value
-    if name == "fused_optimizer":
-        return f"fused {optimizer}"
-    return _WORDS.get(name, SETTINGS[name].label)(value) or f"{name.replace('_', ' ')} {value}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -11,21 +10,29 @@ from torch import Tensor, nn
 
 
 def nonfinite_parameter(model: nn.Module) -> str | None:
-    """Return the name of the first non-finite parameter, or None. Of a sharded parameter, only this shard is checked.
+    """Return the name of the first non-finite parameter, or None.
 
-    Synchronizes the device for every parameter, so it suits saves and ends of runs, not every step.
+    Synchronizes each device once and allocates a scalar per parameter, so it suits saves and ends of runs, not every
+    step. For a sharded parameter, only this rank's shard is checked.
     """
     return first_nonfinite(model.named_parameters())
 
 
-@torch.no_grad()
 def first_nonfinite(named: Iterable[tuple[str, Tensor]]) -> str | None:
     """Return the name of the first tensor with a NaN or infinite value, or None."""
-    for name, values in named:
-        for local in _local(values):
-            # The infinity norm is NaN if any value is NaN. Unlike isfinite(), it needs no mask of the tensor's size.
-            if not math.isfinite(torch.linalg.vector_norm(local, ord=math.inf)):
-                return name
+    by_device: dict[torch.device, list[tuple[str, Tensor]]] = {}
+    with torch.no_grad():
+        for name, values in named:
+            for local in _local(values):
+                # The infinity norm is NaN if any value is NaN. Unlike isfinite(), it needs no mask of the tensor's
+                # size.
+                largest = torch.linalg.vector_norm(local, ord=float("inf"))
+                by_device.setdefault(local.device, []).append((name, torch.isfinite(largest)))
+        for found in by_device.values():
+            finite = torch.stack([is_finite for _, is_finite in found]).tolist()
+            for (name, _), is_finite in zip(found, finite, strict=True):
+                if not is_finite:
+                    return name
     return None
 
 

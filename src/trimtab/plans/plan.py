@@ -295,6 +295,15 @@ class Plan(_Choices):  # type: ignore[misc]
         return read_json(cls, path)
 
     @property
+    def speed(self) -> float | None:
+        """Speed relative to the baseline, in the final trials if they were run, else predicted; None if unknown."""
+        if self.verified is not None and all(map(math.isfinite, self.verified)) and self.verified[0] > 0:
+            # The bounds are those of a mean of logarithms, so their geometric mean is the estimate.
+            return math.sqrt(self.verified[0] * self.verified[1])
+        cost = self.predicted if self.verified is None else self.measured
+        return None if self.baseline is None or cost is None else self.baseline.step_s / cost.step_s
+
+    @property
     def headline(self) -> str:
         """Speed, memory and numerics against the baseline: "1.9x faster, 64 % less memory, same up to rounding"."""
         return plan_text.headline(self)

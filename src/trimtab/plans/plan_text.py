@@ -61,12 +61,12 @@ def screen(plan: Plan, columns: int | None = None) -> str:
 
 
 def _speed(plan: Plan) -> Iterator[str]:
-    if plan.baseline is None:
-        return
-    if plan.measured is not None and plan.verified is not None:
-        yield _times(_measured_speed(plan)) + ("" if _is_significant(plan) else " (not significant)")
-    elif plan.predicted is not None:
-        yield _times(plan.baseline.step_s / plan.predicted.step_s) + " (predicted, not run)"
+    speed = plan.speed
+    if speed is not None and plan.verified is not None:
+        low, high = plan.verified
+        yield _times(speed) + (" (not significant)" if low <= 1 <= high else "")
+    elif speed is not None:
+        yield _times(speed) + " (predicted, not run)"
 
 
 def _times(speed: float) -> str:
@@ -74,20 +74,6 @@ def _times(speed: float) -> str:
     if speed >= 1.005:
         return f"{speed:.3g}x faster" if speed < 10 else f"{speed:.0f}x faster"
     return "equally fast" if speed > 0.995 else f"{1 / speed:.3g}x the time"
-
-
-def _measured_speed(plan: Plan) -> float:
-    """Return the speed-up in trials; the bounds are those of a mean of logarithms, and their geometric mean is it."""
-    assert plan.baseline is not None
-    assert plan.measured is not None
-    low, high = plan.verified or (math.nan, math.nan)
-    is_known = math.isfinite(low) and math.isfinite(high) and low > 0
-    return math.sqrt(low * high) if is_known else plan.baseline.step_s / plan.measured.step_s
-
-
-def _is_significant(plan: Plan) -> bool:
-    low, high = plan.verified or (math.nan, math.nan)
-    return not (low <= 1 <= high)
 
 
 def _memory(plan: Plan) -> Iterator[str]:
@@ -243,12 +229,8 @@ def _verdict(plan: Plan) -> str:
         return "Change nothing: no setting was significantly better than the unchanged loop."
     text = f"Change {plan.changes_in_words} ({plan.plan_kind} plan)"
     if plan.baseline and plan.measured and plan.verified:
-        # The bounds are those of a mean of logarithms, so their geometric mean is the estimate that they belong to.
-        low, high = plan.verified
-        is_known = all(map(math.isfinite, plan.verified)) and low > 0
-        speed = math.sqrt(low * high) if is_known else plan.baseline.step_s / plan.measured.step_s
         of = f"of the {plan.reference.describe()} loop"
-        text += f": {speed:.2f}x the speed {of} in trials{_certainty(plan.verified)}"
+        text += f": {plan.speed:.2f}x the speed {of} in trials{_certainty(plan.verified)}"
     elif plan.baseline and plan.predicted:
         where = f" on {plan.target_device}" if plan.target_device else ""
         ran = "not run" if plan.measured is None else "not compared with the loop in paired runs"

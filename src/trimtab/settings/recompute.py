@@ -33,6 +33,9 @@ class Recompute(Setting):
     def check(self, value: Scalar, plan: Plan) -> None:
         check_recompute(value, len(plan.recompute_blocks))
 
+    def title_of(self, value: Scalar) -> str:
+        return self.title  # The plan's reason names the blocks.
+
     def label(self, value: Scalar) -> str:
         return "" if value is None else f"activation checkpointing {value}"
 

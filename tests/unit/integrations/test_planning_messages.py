@@ -44,7 +44,7 @@ def test_a_long_result_is_shortened():
     plan = trimtab.Plan.fixed(8, 2, allocator="retain", recompute="every_block", **values).having(verified=(1.5, 1.7))
     line = headline(plan, "AnOptimizerOfALongName", 7200.0)
     assert len(line) <= LONGEST
-    assert "micro-batches of 2, bf16, channels_last" in line
+    assert "micro-batch 2, bf16, channels last" in line
     assert " more; 1.6x in trials; planned in 2.00 h" in line
 
 

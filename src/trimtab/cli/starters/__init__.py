@@ -1,1 +1,1 @@
-"""Files that `trimtab init` writes, one per kind of training loop. Each runs unchanged, on small data made up in it."""
+"""Files written by `trimtab init`, for every kind of training loop. All run unchanged, on small generated data."""
