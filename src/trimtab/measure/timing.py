@@ -254,6 +254,11 @@ def loaded_machine_clock(device: torch.device) -> Iterator[float | None]:
         torch.set_num_threads(threads)
 
 
+def load_began(device: torch.device) -> bool:
+    """Return True if other processes load the machine while calls on this CPU are timed by the wall clock."""
+    return device.type == "cpu" and _timed_threads == 0 and processor_fraction(torch.get_num_threads()) < LOADED
+
+
 def is_timed_by_processor() -> bool:
     """Return True while calls are timed by processor time."""
     return _timed_threads > 0

@@ -238,13 +238,7 @@ def profile_loop(
     # The snapshot is made within, because it includes the number of threads.
     with loaded as fraction, unchanged_by(loss_fn, subject.trained, subject.optimizer) as snapshot:
         if fraction is not None:
-            threads = torch.get_num_threads()
-            notes.record(
-                "timing.processor_time",
-                f"other processes left each thread {100 * fraction:.0f}% of a processor, so steps were timed by "
-                f"processor time on {threads} thread{'s' * (threads > 1)}; a step of the loop takes longer until they "
-                "end",
-            )
+            _note_load(fraction, notes)
         drawn = SampledBatches() if data is None else draw_some(subject, data, notes)
         subject = replace(subject, second=drawn.batch)
         progress("checking that splitting the batch keeps the gradient")
@@ -265,7 +259,7 @@ def profile_loop(
             adapts_batch_size=subject.adapts_batch_size,
             meter=NO_METER if metered is None else metered.facts,
         )
-        profile = _Search(subject, snapshot, notes, progress, num_blocks, power, start, traces=traces).run(profile)
+        profile = _with_one_clock(_Search(subject, snapshot, notes, progress, num_blocks, power, start, traces), profile)
         report_not_restorable(snapshot.not_restorable(), notes)
     forget_peak(subject.device)  # The peak of candidates; a run measures its own.
     if drawn.seconds is not None and profile.phases_s:
@@ -296,6 +290,36 @@ def _require_measurable(model: nn.Module) -> None:
             )
 
 
+class _LoadBegan(Exception):
+    """Other processes began to load the machine while steps were timed by the wall clock."""
+
+
+def _note_load(fraction: float, notes: Notes) -> None:
+    threads = torch.get_num_threads()
+    notes.record(
+        "timing.processor_time",
+        f"other processes left each thread {100 * fraction:.0f}% of a processor, so steps were timed by processor time "
+        f"on {threads} thread{'s' * (threads > 1)}; a step of the loop takes longer until they end",
+    )
+
+
+def _with_one_clock(search: _Search, profile: Profile) -> Profile:
+    """Search, and begin anew with processor time if other processes begin to load the machine meanwhile."""
+    try:
+        return search.run(profile)
+    except _LoadBegan:
+        search.progress("other processes load the machine: measuring again by processor time")
+    subject = search.subject
+    with (
+        loaded_machine_clock(subject.device) as fraction,
+        unchanged_by(own_loss(subject.loss_fn), subject.trained, subject.optimizer) as snapshot,
+    ):
+        if fraction is not None:
+            _note_load(fraction, search.notes)
+        begun = replace(search, snapshot=snapshot, start=time.perf_counter(), watches_load=False)
+        return begun.run(replace(profile, device=device_spec(subject.device)))
+
+
 @dataclass
 class _Search:
     """The measurements of a loop that the planner requests; `start` is the time at which planning began."""
@@ -308,6 +332,7 @@ class _Search:
     power: TrialPower | None
     start: float
     traces: bool
+    watches_load: bool = True
     guard: CrashTest = field(init=False)
 
     def run(self, profile: Profile) -> Profile:
@@ -329,6 +354,8 @@ class _Search:
         requested: set[Candidate] = set()
         while True:
             self.snapshot.restore()  # Also undoes changes that the checks before the first phase left in the loss.
+            if self.watches_load and timing.load_began(self.subject.device):
+                raise _LoadBegan
             spent_s = time.perf_counter() - self.start
             profile = replace(profile, over_time_budget=profile.over_time_budget or is_hurried(profile, spent_s))
             wanted = next_measurement(
