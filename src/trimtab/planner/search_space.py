@@ -15,6 +15,7 @@ from trimtab.planner.cost_model import CostModel, PredictedCost, is_in_chunks, s
 from trimtab.planner.statistics import is_gain
 from trimtab.planner.trial_statistics import (
     FREE_SPEED,
+    LOSS_PER_SAVING,
     WORTH_SAVING,
     control_interval,
     over_budget,
@@ -294,11 +295,17 @@ def simplest_candidate(
 
 def _lightest(fitting: Sequence[PricedCandidate], best: PricedCandidate) -> PricedCandidate | None:
     """Return the point with the least memory among points as fast as the best; None if the saving is too small."""
-    if best.cost.peak_bytes is None or best.cost.step_s is None:
+    if not best.cost.peak_bytes or best.cost.step_s is None:
         return None
-    limit_s, limit = best.cost.step_s / FREE_SPEED, (1 - WORTH_SAVING) * best.cost.peak_bytes
-    as_fast = [p for p in fitting if (p.cost.step_s or 0.0) <= limit_s and p.cost.peak_bytes is not None]
-    light = [point for point in as_fast if (point.cost.peak_bytes or 0) <= limit]
+    best_s, best_bytes = best.cost.step_s, best.cost.peak_bytes
+
+    def is_light(point: PricedCandidate) -> bool:
+        saved = 1 - (math.inf if point.cost.peak_bytes is None else point.cost.peak_bytes) / best_bytes
+        # The predicted speed is as uncertain as a trial's.
+        as_fast = best_s >= min(FREE_SPEED, 1 - LOSS_PER_SAVING * saved) * (point.cost.step_s or 0.0)
+        return saved >= WORTH_SAVING and as_fast
+
+    light = [point for point in fitting if is_light(point)]
     return min(light, key=lambda point: (point.cost.peak_bytes or 0, point.cost.step_s), default=None)
 
 
