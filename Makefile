@@ -65,7 +65,7 @@ $(STAMP): pyproject.toml constraints.txt | .venv/bin/python
 
 demo: $(DEMO) ## Compare a small GPT on real text with its plan, in two minutes
 	@rm -rf runs/demo
-	@$(BIN)/trimtab compare words_gpt --steps 14 --out runs/demo
+	@$(BIN)/trimtab compare words_gpt --steps 12 --out runs/demo
 
 test: $(STAMP) ## Run the tests
 	@$(if $(filter-out 0,$(WORKERS)),OMP_NUM_THREADS=1) $(BIN)/python -m pytest \

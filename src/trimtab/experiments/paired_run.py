@@ -52,7 +52,7 @@ from trimtab.measure.timing import synchronize
 from trimtab.planner.statistics import turns
 from trimtab.profiling.measurement_notes import describe
 from trimtab.state.peak_memory import alive_between_steps, peak_bytes, storage_bytes
-from trimtab.state.process_state import ProcessState
+from trimtab.state.process_state import ProcessState, separate_heaps
 
 # A block takes this many seconds, at least one step and at most a tenth of the steps. The first steps of an arm are not
 # timed: they include one-time costs, such as compiled kernels.
@@ -320,6 +320,7 @@ class PairedRun:
         self._evaluated_at: dict[str, float] = {}
         self.rows: list[Row] = []
 
+    @separate_heaps()
     def run(self) -> list[Row]:
         """Train all arms, and return the measured values.
 

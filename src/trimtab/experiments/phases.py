@@ -40,7 +40,7 @@ from trimtab.planner.cost_model import roof_of
 from trimtab.planner.statistics import turns
 from trimtab.plans.plan import Plan
 from trimtab.settings.recompute import use_plan
-from trimtab.state.process_state import ProcessState
+from trimtab.state.process_state import ProcessState, separate_heaps
 from trimtab.tasks.task import Task
 from trimtab.techniques.compiled_call import is_compiled
 from trimtab.training.batch import to_device
@@ -326,6 +326,7 @@ class _ClockedLoop:
         self._stream.close()
 
 
+@separate_heaps()
 def measure_phases(
     arms: Sequence[Arm],
     plan: Plan,

@@ -16,12 +16,12 @@ from trimtab.plans.profile import Profile, Trial
 
 # Blocks after which a phase may drop candidates that lost all of them; acceptance needs the blocks of a full verdict.
 MIN_BLOCKS = 3
-# A memory saving alone justifies a change if it is at least the fraction WORTH_SAVING of the peak, the mean of the speed
-# ratio is at least FREE_SPEED, and the interval excludes a loss of speed above the fraction LOSS_PER_SAVING of the
-# saving: a few blocks on a noisy machine cannot exclude a loss of 1%, and a large saving is worth that doubt.
+# A memory saving alone justifies a change if it is at least the fraction WORTH_SAVING of the peak, the mean of the
+# speed ratio is at least FREE_SPEED, and the interval excludes a loss of speed above the fraction LOSS_PER_SAVING of
+# the saving: a few blocks on a noisy machine cannot exclude a loss of 1%, and a large saving is worth that doubt.
 FREE_SPEED = 0.99
 WORTH_SAVING = 0.05
-LOSS_PER_SAVING = 0.1
+LOSS_PER_SAVING = 0.25
 CLEARLY_SLOWER = 0.95
 # Without a memory limit, a plan's peak is at most this multiple of the loop's own.
 CLEARLY_MORE = 1.1

@@ -205,6 +205,7 @@ def _with_typed_errors(function: Callable[P, R]) -> Callable[P, R]:
 
 
 @one_at_a_time
+@process_state.separate_heaps()
 @_with_typed_errors
 def profile_loop(
     subject: TrainingLoop,
@@ -259,7 +260,9 @@ def profile_loop(
             adapts_batch_size=subject.adapts_batch_size,
             meter=NO_METER if metered is None else metered.facts,
         )
-        profile = _with_one_clock(_Search(subject, snapshot, notes, progress, num_blocks, power, start, traces), profile)
+        profile = _with_one_clock(
+            _Search(subject, snapshot, notes, progress, num_blocks, power, start, traces), profile
+        )
         report_not_restorable(snapshot.not_restorable(), notes)
     forget_peak(subject.device)  # The peak of candidates; a run measures its own.
     if drawn.seconds is not None and profile.phases_s:

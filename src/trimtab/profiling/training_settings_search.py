@@ -39,6 +39,7 @@ from trimtab.settings.dropout import dropout_modules
 from trimtab.settings.schedule import rate_unset
 from trimtab.state.data_state import draw_and_restore_data
 from trimtab.state.loop_state import unchanged_by
+from trimtab.state.process_state import separate_heaps
 from trimtab.techniques.learning_rate import scaled_rates
 from trimtab.techniques.muon import hidden_matrices, require_muon
 from trimtab.training.batch import iterate, to_device
@@ -302,6 +303,7 @@ def require_adaptable(
 
 
 @one_at_a_time
+@separate_heaps()
 def tune_plan(
     subject: TrainingLoop,
     base: Plan,

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import os
 import platform
 import random
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,7 +34,10 @@ _WAYS: tuple[tuple[Settings, Settings], ...] = (
 )
 # Settings made by the user are left alone, because they could not be restored.
 _OWN_SETTINGS = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_MMAP_MAX_", "MALLOC_TOP_PAD_")
+_PARKED_BYTES = 32 * 2**20 + 2**12  # Larger blocks are mapped by a loop whose memory is returned.
+_MOST_PARKED = 4096
 _mode = MODES[0]
+_parked: list[int] | None = None  # Blocks kept for the next use of "retain"; None outside of `separate_heaps`.
 _way: tuple[Settings, Settings] | None = None  # (retain, keep), set at the first request
 
 
@@ -70,8 +74,63 @@ def set_allocator_mode(wanted: str) -> None:
             code="allocator.unsupported",
         )
     retain, keep = _way
-    _set(retain if wanted == "retain" else keep)
+    if wanted == "retain":
+        _set(retain)  # First, because freed blocks at the end of the heap would be trimmed.
+        _free_parked()
+    else:
+        _park()
+        _set(keep)
     _mode = wanted
+
+
+@contextlib.contextmanager
+def separate_heaps() -> Iterator[None]:
+    """Compare loops in one process, some of which retain memory: the others must not be served from that memory.
+
+    glibc maps a large block only if no free block fits. After a loop that retained memory, a loop in mode "keep" would
+    therefore find its blocks without a page fault, as it never would alone. Within this context, large free blocks are
+    held back while the mode is "keep", and given back for "retain"; on exit they return to the operating system.
+    """
+    global _parked
+    if _parked is not None or not can_retain():
+        yield
+        return
+    _parked = []
+    try:
+        yield
+    finally:
+        _free_parked()
+        _parked = None
+        if _mode == "keep":
+            _libc().malloc_trim(0)
+
+
+def _park() -> None:
+    """Allocate all large free blocks of the heap, in mode "retain"; their pages stay in memory."""
+    if _parked is None:
+        return
+    libc = _libc()
+    before = libc.mallinfo().arena
+    while len(_parked) < _MOST_PARKED:
+        block = libc.malloc(_PARKED_BYTES)
+        if block is None or libc.mallinfo().arena != before:  # No free block was large enough, so the heap grew.
+            libc.free(block)
+            return
+        _parked.append(block)
+
+
+def _free_parked() -> None:
+    while _parked:
+        _libc().free(_parked.pop())
+
+
+class _MallocFacts(ctypes.Structure):
+    """C's `struct mallinfo`."""
+
+    _fields_ = (
+        ("arena", ctypes.c_int),  # Bytes of the heap, modulo 2**32.
+        *((f"unused_{index}", ctypes.c_int) for index in range(9)),
+    )
 
 
 def _found_way() -> tuple[Settings, Settings] | None:
@@ -92,7 +151,11 @@ def _set(settings: Settings) -> bool:
 def _libc() -> Any:
     if platform.system() != "Linux" or platform.libc_ver()[0] != "glibc":
         return None
-    return ctypes.CDLL(None)
+    libc = ctypes.CDLL(None)
+    libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
+    libc.free.argtypes = [ctypes.c_void_p]
+    libc.mallinfo.restype = _MallocFacts
+    return libc
 
 
 _CUDNN: Any = torch.backends.cudnn

@@ -83,8 +83,8 @@ def test_who_was_put_first_leads_until_another_is_clearly_better():
         (1 / 0.995, 400, True),  # within the 1% that memory may cost
         (1 / 0.98, 400, False),
         (1.0, 639, False),  # nothing worth saving
-        ((1.0, 1.06, 0.94, 1.0, 1.0), 400, False),  # too noisy to say that it is free
-        ((1.0, 1.06, 0.94, 1.0, 1.0), 160, True),  # a saving of 75% is worth the doubt
+        ((1.0, 1.15, 0.87, 1.0, 1.0), 400, False),  # too noisy to say that it is free
+        ((1.0, 1.15, 0.87, 1.0, 1.0), 160, True),  # a saving of 75% is worth the doubt
         (1 / 0.98, 160, False),  # but not a loss that is clear
         ((1.0,) * 4, 400, False),  # too few to say so
     ],
