@@ -78,6 +78,7 @@ def set_allocator_mode(wanted: str) -> None:
         _set(retain)  # First, because freed blocks at the end of the heap would be trimmed.
         _free_parked()
     else:
+        _set(keep | _NEVER_TRIM)
         _park()
         _set(keep)
     _mode = wanted
@@ -106,14 +107,14 @@ def separate_heaps() -> Iterator[None]:
 
 
 def _park() -> None:
-    """Allocate all large free blocks of the heap, in mode "retain"; their pages stay in memory."""
+    """Allocate all large free blocks of the heap; their pages stay in memory."""
     if _parked is None:
         return
     libc = _libc()
-    before = libc.mallinfo().arena
+    before = libc.mallinfo().num_mapped
     while len(_parked) < _MOST_PARKED:
         block = libc.malloc(_PARKED_BYTES)
-        if block is None or libc.mallinfo().arena != before:  # No free block was large enough, so the heap grew.
+        if block is None or libc.mallinfo().num_mapped != before:  # No free block was large enough.
             libc.free(block)
             return
         _parked.append(block)
@@ -128,8 +129,9 @@ class _MallocFacts(ctypes.Structure):
     """C's `struct mallinfo`."""
 
     _fields_ = (
-        ("arena", ctypes.c_int),  # Bytes of the heap, modulo 2**32.
-        *((f"unused_{index}", ctypes.c_int) for index in range(9)),
+        *((f"unused_{index}", ctypes.c_int) for index in range(3)),
+        ("num_mapped", ctypes.c_int),  # Blocks mapped from the operating system.
+        *((f"unused_{index}", ctypes.c_int) for index in range(4, 10)),
     )
 
 

@@ -110,12 +110,10 @@ def test_what_the_user_set_is_left_alone(use, monkeypatch, name, value):
 @pytest.mark.skipif(not process_state.can_retain(), reason="needs glibc")
 def test_a_loop_that_returns_memory_is_not_served_from_the_memory_of_one_that_retains_it():
     size = 48 * 2**18  # 48 MiB, more than glibc's largest threshold for mapping a block
-    beside = []
 
     def faults() -> int:
         before = timing.num_faults()
         blocks = [torch.ones(size) for _ in range(3)]
-        beside.append(torch.ones(5000))  # Keeps the end of the heap in use.
         del blocks
         return timing.num_faults() - before
 
