@@ -74,8 +74,9 @@ test: $(STAMP) ## Run the tests
 quick: override PYTEST_ARGS += -m "not slow"
 quick: test ## Run the tests without those marked slow
 
-soak: $(STAMP) ## Run the long matrices
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/soak -n $(or $(filter-out 0,$(WORKERS)),1) $(PYTEST_ARGS)
+soak: $(STAMP) ## Run the long matrices, and the long tests that `make test` leaves out
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/soak -n $(or $(filter-out 0,$(WORKERS)),1) --long also $(PYTEST_ARGS)
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests -n $(or $(filter-out 0,$(WORKERS)),1) $(BY_FILE) --long only $(PYTEST_ARGS)
 
 hosts-oldest: $(STAMP) ## Run the tests of hosts on the oldest of their versions; fetches these
 	@rm -rf $(OLDEST)

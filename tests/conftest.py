@@ -6,6 +6,7 @@ import gc
 import math
 import os
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -60,8 +61,27 @@ LONGEST = (
 )
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begin with the longest files, and skip the tests marked `gpu` where there is no CUDA device."""
+LONG_TESTS = Path(__file__).parent / "soak" / "long_tests.txt"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add `--long`."""
+    choices = {"choices": ("no", "also", "only"), "default": "no"}
+    parser.addoption("--long", help=f"tests listed in {LONG_TESTS.name}; those named one by one always run", **choices)
+
+
+def _leave_out_long_tests(config: pytest.Config, items: list[pytest.Item]) -> None:
+    listed, wanted = set(LONG_TESTS.read_text(encoding="utf-8").splitlines()), config.getoption("--long")
+    if wanted == "also" or any("::" in each for each in config.args):
+        return
+    kept = [item for item in items if (item.nodeid in listed) == (wanted == "only")]
+    config.hook.pytest_deselected(items=[item for item in items if (item.nodeid in listed) != (wanted == "only")])
+    items[:] = kept
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out long tests, begin with the longest files, and skip the tests marked `gpu` without a CUDA device."""
+    _leave_out_long_tests(config, items)
     places = {name: place for place, name in enumerate(LONGEST)}
     items.sort(key=lambda item: places.get(item.path.name, len(places)))  # stable: a file's tests stay together
     marked = [item for item in items if item.get_closest_marker("gpu")]

@@ -62,7 +62,8 @@ class LossHead(nn.Linear):
         rows, words = features.flatten(0, -2), targets.flatten()
         chunk_rows = self.chunk_rows or len(rows)
         if torch.is_grad_enabled() and chunk_rows < len(rows):
-            total = _chunked(rows, self.weight, self.bias, words, chunk_rows)
+            rows, weight, bias = _in_autocast_dtype(rows, self.weight, self.bias)
+            total = chunked_cross_entropy(rows, weight, bias, words, chunk_rows)
         else:
             parts = zip(rows.split(chunk_rows), words.split(chunk_rows), strict=True)
             total = torch.stack([_summed(self(r), w) for r, w in parts]).sum()
@@ -82,33 +83,70 @@ def _summed(logits: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(logits.to(exact), targets, ignore_index=IGNORED, reduction="sum")
 
 
-def _chunked(features: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, chunk_rows: int) -> Tensor:
-    """Return the summed loss, computed chunk by chunk in the autocast dtype, if autocast is enabled."""
-    kind = features.device.type
-    if torch.is_autocast_enabled(kind):
-        dtype = torch.get_autocast_dtype(kind)
-        features, weight = features.to(dtype), weight.to(dtype)
-        bias = None if bias is None else bias.to(dtype)
-    with torch.autocast(kind, enabled=False):
-        if _OF_TORCH is None or features.dtype is torch.float16:
-            result: Tensor = _ChunkedLoss.apply(features, weight, bias, targets, chunk_rows)  # type: ignore[no-untyped-call]
+def _in_autocast_dtype(*tensors: Tensor | None) -> tuple[Any, ...]:
+    """Return tensors in the autocast dtype, if autocast is enabled."""
+    kind = next(each.device.type for each in tensors if each is not None)
+    if not torch.is_autocast_enabled(kind):
+        return tensors
+    dtype = torch.get_autocast_dtype(kind)
+    return tuple(None if each is None else each.to(dtype) for each in tensors)
+
+
+def chunked_cross_entropy(
+    features: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    chunk_rows: int,
+    *,
+    ignore_index: int = IGNORED,
+    label_smoothing: float = 0.0,
+) -> Tensor:
+    """Return the summed cross-entropy of a linear layer, computed chunk by chunk, in float32 or better.
+
+    Args:
+        features: (N, in_features), in the dtype of weight and bias; autocast has no effect.
+        targets: (N,) class indices.
+        chunk_rows: rows of features whose logits are held at once.
+        ignore_index: target whose rows do not count.
+        label_smoothing: fraction of the target's probability that is spread over all classes.
+    """
+    with torch.autocast(features.device.type, enabled=False):
+        if _OF_TORCH is None or label_smoothing or features.dtype is torch.float16:
+            counts = targets != ignore_index
+            words = targets if ignore_index == IGNORED else torch.where(counts, targets, IGNORED)
+            result: Tensor = _ChunkedLoss.apply(  # type: ignore[no-untyped-call]
+                features, weight, bias, words, chunk_rows, label_smoothing
+            )
             return result
         # torch's default options hold all logits, and its automatic choice of chunks is several times slower.
-        options = nn.LinearCrossEntropyOptions(batch_chunk_size=chunk_rows, acc_policy="accurate")
-        sums = {"reduction": "sum", "ignore_index": IGNORED, "options": options}
-        total: Tensor = _OF_TORCH(features, weight, targets, linear_bias=bias, **sums)
+        total: Tensor = _OF_TORCH(
+            features,
+            weight,
+            targets,
+            linear_bias=bias,
+            reduction="sum",
+            ignore_index=ignore_index,
+            options=nn.LinearCrossEntropyOptions(batch_chunk_size=chunk_rows, acc_policy="accurate"),
+        )
         return total.to(torch.promote_types(total.dtype, torch.float32))
 
 
 class _ChunkedLoss(torch.autograd.Function):
     """Loss and gradients in one pass: the logits of a chunk are freed before those of the next are computed.
 
-    For fp16, and for torch before 2.13, which lacks `linear_cross_entropy`.
+    For fp16 and label smoothing, which torch's `linear_cross_entropy` does not chunk, and for torch before 2.13.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, features: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, chunk_rows: int
+        ctx: Any,
+        features: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        chunk_rows: int,
+        label_smoothing: float,
     ) -> Tensor:
         """Return the summed loss in float32 or better; gradients are computed here and kept for `backward`."""
         exact = torch.promote_types(features.dtype, torch.float32)
@@ -123,7 +161,7 @@ class _ChunkedLoss(torch.autograd.Function):
         grad_bias = torch.zeros_like(bias, dtype=exact) if bias is not None and wanted[2] else None
         for begin in range(0, len(features), chunk_rows):
             chunk, words = features[begin : begin + chunk_rows], targets[begin : begin + chunk_rows]
-            loss, slope = _loss_and_slope(F.linear(chunk, weight, bias).to(exact), words)
+            loss, slope = _loss_and_slope(F.linear(chunk, weight, bias).to(exact), words, label_smoothing)
             total += loss
             if grad_bias is not None:
                 grad_bias += slope.sum(0)
@@ -148,17 +186,22 @@ class _ChunkedLoss(torch.autograd.Function):
             )
         scaled = (None if each is None else each.mul_(slope.to(each.dtype)) for each in found)
         each = (None if g is None else g.to(dtype) for g, dtype in zip(scaled, ctx.dtypes, strict=True))
-        return (*each, None, None)
+        return (*each, None, None, None)
 
 
-def _loss_and_slope(logits: Tensor, words: Tensor) -> tuple[Tensor, Tensor]:
+def _loss_and_slope(logits: Tensor, words: Tensor, label_smoothing: float) -> tuple[Tensor, Tensor]:
     """Return the summed loss of a chunk and its gradient by the logits, which overwrites the logits."""
     counts = words != IGNORED
     picked = torch.where(counts, words, 0)[:, None]
     normaliser = logits.logsumexp(1, keepdim=True)
-    loss = torch.where(counts, (normaliser - logits.gather(1, picked))[:, 0], 0).sum()
+    chosen = (1 - label_smoothing) * logits.gather(1, picked)
+    if label_smoothing:
+        chosen += label_smoothing * logits.mean(1, keepdim=True)
+    loss = torch.where(counts, (normaliser - chosen)[:, 0], 0).sum()
     slope = logits.sub_(normaliser).exp_()
-    slope.scatter_add_(1, picked, torch.full_like(picked, -1, dtype=slope.dtype))
+    if label_smoothing:
+        slope -= label_smoothing / slope.shape[1]
+    slope.scatter_add_(1, picked, torch.full_like(picked, label_smoothing - 1, dtype=slope.dtype))
     return loss, slope.mul_(counts[:, None])
 
 

@@ -127,8 +127,10 @@ def write_and_show(
 def compare(
     task: TaskName,
     steps: Steps = None,
-    pairs: Pairs = 5,
-    quick: Annotated[bool, typer.Option("--quick", help="first impression: three short pairs")] = False,
+    pairs: Annotated[int | None, typer.Option(help="paired runs; 5 if not given")] = None,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="first impression: short runs, three pairs if not given")
+    ] = False,
     to_end: ToEnd = False,
     evaluate_every: EvaluateEvery = None,
     adapt: Annotated[
@@ -167,7 +169,7 @@ def compare(
             hint="Remove batch from --adapt, or remove --memory.",
             code="option.conflict",
         )
-    loop, folder = loop_named(task), folder_of("compare", task, out)
+    loop, folder = loop_named(task), folder_of("compare-quick" if quick else "compare", task, out)
     recipes = tuple(name.strip() for name in against.split(",")) if against else ()
     if quick and (to_end or steps is not None):
         other = "--to-end" if to_end else "--steps"
@@ -177,7 +179,7 @@ def compare(
             hint="Remove one of the two options.",
             code="option.conflict",
         )
-    how: dict[str, Any] = {"steps": 20 if quick else steps, "pairs": min(pairs, 3) if quick else pairs}
+    how: dict[str, Any] = {"steps": 20 if quick else steps, "pairs": pairs or (3 if quick else 5)}
     how |= {"to_end": to_end, "evaluate_every": evaluate_every, "cap_s": cap, "baseline_cap_s": baseline_cap}
     how |= {"out": folder, "metering": Metering(energy_watts), "adapts": tuned, "recipes": recipes}
     planning: dict[str, Any] = {} if memory is None else {"memory": memory}

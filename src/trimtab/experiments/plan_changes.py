@@ -48,7 +48,8 @@ def with_only(plan: Plan, kept: Collection[str], reference: Reference) -> Plan:
 def loop_values(plan: Plan, reference: Reference) -> dict[str, Scalar]:
     """Return the value of every setting in the unchanged loop; the loop's own fused optimizer counts as unchanged."""
     kept: dict[str, Scalar] = {name: setting.default for name, setting in SETTINGS.items()}
+    clip_norm = reference.clip_norm if plan.clip_norm.value is not None else None  # The loop's own limit applies then.
     micro_batch = -(-plan.batch_size // plan.reference.accumulate)
-    kept |= {"micro_batch": micro_batch, "precision": reference.precision, "clip_norm": reference.clip_norm}
+    kept |= {"micro_batch": micro_batch, "precision": reference.precision, "clip_norm": clip_norm}
     kept |= {} if plan.fused_optimizer.changed else {"fused_optimizer": plan.fused_optimizer.value}
     return kept if plan.num_ranks == 1 else kept | {"zero_stage": 0}

@@ -5,6 +5,7 @@ Neither package is imported, because the user passes the trainer. Logging, callb
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -47,6 +48,9 @@ def _of_transformers(trainer: Any) -> Loop:
     """
     args = trainer.args
     _refuse_outside_step(args)
+    # In newer releases, "gradient_checkpointing" is a former name of "activation_checkpointing".
+    if getattr(args, "activation_checkpointing", None) or args.gradient_checkpointing:
+        trainer.model.gradient_checkpointing_enable(args.gradient_checkpointing_kwargs)
     loader = trainer.get_train_dataloader()
     epochs = args.num_train_epochs / args.gradient_accumulation_steps
     steps = int(args.max_steps) if args.max_steps > 0 else _num_steps(loader, epochs)
@@ -69,8 +73,6 @@ def _of_transformers(trainer: Any) -> Loop:
         trainer.current_gradient_accumulation_steps = accumulate  # Set by the Trainer's loop.
         batches, count = trainer.get_batch_samples(iter([each for each, _ in waiting]), accumulate, args.device)
         for each, (_, mean) in zip(batches, waiting, strict=True):
-            # A single batch has its own mean: some releases count a token without prediction.
-            count = count if accumulate > 1 else None
             mean.copy_(trainer.training_step(model, each, count) * accumulate)
         waiting.clear()
         if clip_norm is not None:
@@ -83,6 +85,12 @@ def _of_transformers(trainer: Any) -> Loop:
     predicts_next = any(word in type(trainer.model).__name__ for word in ("CausalLM", "LMHeadModel"))
 
     def loss_fn(model: nn.Module, batch: Any) -> Any:
+        # The Trainer's own count, which in some releases includes a first token without prediction.
+        with _counting_alone(args):
+            count = trainer.get_batch_samples(iter([batch]), 1, args.device)[1]
+            if count is not None:
+                terms = torch.as_tensor(count).clamp(min=1)
+                return Summed(trainer.compute_loss(model, dict(batch), num_items_in_batch=terms) * terms, count)
         loss = trainer.compute_loss(model, dict(batch))
         labels = batch.get("labels") if isinstance(batch, Mapping) else None
         if not predicts_next or not isinstance(labels, Tensor) or labels.dim() < 2:
@@ -102,11 +110,22 @@ def _of_transformers(trainer: Any) -> Loop:
     )
 
 
+@contextlib.contextmanager
+def _counting_alone(args: Any) -> Iterator[None]:
+    """Let the Trainer count the tokens of this rank only, because a run sums over ranks."""
+    before = getattr(args, "average_tokens_across_devices", None)
+    if before is not None:
+        args.average_tokens_across_devices = False
+    try:
+        yield
+    finally:
+        if before is not None:
+            args.average_tokens_across_devices = before
+
+
 def _refuse_outside_step(args: Any) -> None:
     """Raise for arguments with an effect outside of `Trainer.training_step`, because only the step is timed."""
     names = (
-        "gradient_checkpointing",
-        "activation_checkpointing",
         "neftune_noise_alpha",
         "torch_compile",
         "deepspeed",
@@ -154,7 +173,7 @@ def _of_lightning(trainer: Any, module: Any, loader: Any) -> Loop:
             hint="Return a trimtab.Loop whose step is the module's training step.",
             code="setup.manual_optimization",
         )
-    optimizer, scheduler = _configured(module.configure_optimizers())
+    optimizer, scheduler = _configured(_optimizers_of(trainer, module, loader))
     accumulate, clip_norm = int(trainer.accumulate_grad_batches), trainer.gradient_clip_val or None
     precision = precisions[str(trainer.precision)]
     place = {"number": 0}
@@ -193,6 +212,31 @@ def _of_lightning(trainer: Any, module: Any, loader: Any) -> Loop:
         accumulate=accumulate,
         reference=Reference(precision, clip_norm=None if clip_norm is None else float(clip_norm)),
     )
+
+
+def _optimizers_of(trainer: Any, module: Any, loader: Any) -> Any:
+    """Return what `configure_optimizers` returns, with the trainer attached as in `fit`.
+
+    Raises:
+        ValueGivenError: it fails.
+    """
+    module.trainer = trainer
+    trainer.strategy.connect(module)
+    trainer._data_connector.attach_data(module, train_dataloaders=loader)  # For estimated_stepping_batches.
+    try:
+        return module.configure_optimizers()
+    except Exception as error:
+        raise ValueGivenError(
+            "setup",
+            got=f"{type(error).__name__}: {error}",
+            expected="configure_optimizers() that works before fit",
+            problem=f"{type(module).__name__}.configure_optimizers() failed outside of Trainer.fit "
+            f"({type(error).__name__}: {error}).",
+            hint="Give the length of the run to the module as an argument, for example.",
+            code="setup.configure_optimizers",
+        ) from error
+    finally:
+        module.trainer = None  # With a trainer, the module would log to a loop of the trainer, which does not run.
 
 
 def _configured(found: Any) -> tuple[torch.optim.Optimizer, Callable[[], Any] | None]:

@@ -116,8 +116,18 @@ def _plan(
         meter=profile.meter,
         planning_s=profile.profiling_s,
         advice=advice_of(profile, _measured(profile, reference), _measured(profile, winner), winner),
-        notes=(*profile.notes, *_notes_of_memory(profile, winner, budget)),
+        notes=(*profile.notes, *_notes_of_memory(profile, winner, budget), *_notes_of_length(profile, winner)),
     )
+
+
+def _notes_of_length(profile: Profile, winner: Candidate) -> Iterator[Note]:
+    """Yield a note on a run that is too short to pay back the time of planning."""
+    ours, loop = _measured(profile, winner), _measured(profile, profile.reference_candidate)
+    if profile.total_steps is None or ours is None or loop is None or winner == profile.reference_candidate:
+        return
+    if profile.total_steps * (loop.step_s - ours.step_s) < profile.profiling_s:
+        text = f"the run of {profile.total_steps:,} steps saves less time than planning took"
+        yield Note("planning.short_run", text)
 
 
 def _notes_of_memory(profile: Profile, winner: Candidate, budget: Budget) -> Iterator[Note]:

@@ -20,6 +20,7 @@ UNPROVED_SPLIT = "not proved to keep the gradient of the whole batch"
 
 MOST_LINES, MOST_COLUMNS = 20, 80
 _FEWEST_COLUMNS = 40
+_REMARK_LINES = (4, 2)  # Most lines of a remark, fewer if the screen is full.
 # A difference in peak memory below this fraction is not reported in the headline.
 _WORTH_NAMING = 0.02
 _INTERVAL = re.compile(r" \((?:95%|n=)[^()]*\)")
@@ -49,7 +50,10 @@ def screen(plan: Plan, columns: int | None = None) -> str:
     width = max(_FEWEST_COLUMNS, min(columns or shutil.get_terminal_size((MOST_COLUMNS, 24)).columns, MOST_COLUMNS))
     before = [*_wrapped(headline(plan), width), *_table(plan, width)]
     changes = [f"{SETTINGS[name].title_of(getattr(plan, name).value)}: {_reason(plan, name)}" for name in plan.changes]
-    after = [line for text in _remarks(plan) for line in _wrapped(text, width)]
+    for limit in _REMARK_LINES:
+        after = [line for text in _remarks(plan) for line in _wrapped(text, width, limit)]
+        if len(before) + len(after) + len(changes) + 2 <= MOST_LINES:
+            break
     room = MOST_LINES - len(before) - len(after) - 2  # two empty lines
     lines = [_item(each, width, 2) for each in changes]
     if sum(map(len, lines)) > room:
@@ -153,6 +157,7 @@ def _remarks(plan: Plan) -> Iterator[str]:
         yield f"proof: {agreed if plan.proof.holds else plan.proof.reason}"
     if plan.meter.left_out:
         yield f"energy: {plan.meter.describe()}"
+    yield from (f"note: {note.text}" for note in plan.notes if note.code == "timing.processor_time")
     if plan.advice:
         yield f"advice: {plan.advice[0].text}"
     if plan.planning_s:
@@ -170,7 +175,11 @@ def _payback(plan: Plan) -> str:
     if not plan.changes or plan.baseline is None or ours is None or plan.target_device:
         return ""
     saved_s = plan.baseline.step_s - ours.step_s
-    return f"; pays back after {math.ceil(plan.planning_s / saved_s):,} steps" if saved_s > 0 else ""
+    if saved_s <= 0:
+        return ""
+    is_short = any(note.code == "planning.short_run" for note in plan.notes)
+    steps = f"{math.ceil(plan.planning_s / saved_s):,} steps"
+    return f"; pays back after {steps}" + (", more than your run has" if is_short else "")
 
 
 def explanation(plan: Plan) -> str:

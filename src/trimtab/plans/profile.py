@@ -237,7 +237,8 @@ class LoopFacts:
         fused_refusal: reason for not using the optimizer's fused implementation, or "".
         bitwise_only: reason for trying only settings that keep gradients bitwise equal, such as gradient hooks; or
             "".
-        head_tokens, head_words: rows and columns of a step's logits, if the model has a `trimtab.nn.LossHead`.
+        head_tokens, head_words: rows and columns of a step's logits, if their loss can be computed in chunks.
+        head_refusal: reason why it cannot although the model has a large linear layer, or "".
     """
 
     num_parameters: int
@@ -266,6 +267,7 @@ class LoopFacts:
     longest: float | None = None
     fused_refusal: str = ""
     bitwise_only: str = ""
+    head_refusal: str = ""
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,6 @@ from trimtab.energy.meter_selection import SelectedMeter, with_idle
 from trimtab.measure import timing
 from trimtab.measure.machine import device_spec, environment
 from trimtab.measure.timing import PhaseClock, loaded_machine_clock, time_call
-from trimtab.nn import LossHead
 from trimtab.planner.recommendations import padded_vocabulary
 from trimtab.planner.search import BlockMeasurements, MemoryTraces, is_hurried, next_measurement
 from trimtab.planner.search_space import put_first
@@ -42,7 +41,15 @@ from trimtab.plans.profile import (
 from trimtab.profiling.block_profile import measure_recomputable, num_steps
 from trimtab.profiling.candidate_traces import trace_candidates, trace_for_others
 from trimtab.profiling.gradient_equivalence import check_splitting
-from trimtab.profiling.loop_facts import count_step, is_of_loss, loop_facts, require_plain_step, with_tested_step
+from trimtab.profiling.loop_facts import (
+    NO_HEAD,
+    count_step,
+    is_of_loss,
+    loop_facts,
+    plain_head_use,
+    require_plain_step,
+    with_tested_step,
+)
 from trimtab.profiling.measurement_notes import (
     CallbackError,
     Notes,
@@ -302,7 +309,8 @@ def _note_load(fraction: float, notes: Notes) -> None:
     notes.record(
         "timing.processor_time",
         f"other processes left each thread {100 * fraction:.0f}% of a processor, so steps were timed by processor time "
-        f"on {threads} thread{'s' * (threads > 1)}; a step of the loop takes longer until they end",
+        f"on {threads} thread{'s' * (threads > 1)}; until they end, a step of the loop takes longer, and less so with "
+        f"torch.set_num_threads({threads})",
     )
 
 
@@ -472,9 +480,15 @@ def _facts(subject: TrainingLoop, precision: str, notes: Notes, hooks: tuple[Gra
             "loss_head.not_watched",
             "chunked loss heads were not tried, because the loss head could not be observed",
             lambda: stack.enter_context(count_head_tokens(model)),
-            dict[LossHead, int](),
+            dict[nn.Linear, int](),
         )
         counts = count_step(subject, precision, notes)
+    plain = notes.attempt(
+        "loss_head.not_watched",
+        "chunks of the last layer's logits were not tried, because the layer could not be observed",
+        lambda: plain_head_use(subject, precision),
+        NO_HEAD,
+    )
     hazard = notes.attempt(
         "memory_layout.not_checked",
         "channels_last was not tried",
@@ -482,7 +496,8 @@ def _facts(subject: TrainingLoop, precision: str, notes: Notes, hooks: tuple[Gra
         "the modules of the model could not be inspected",
     )
     return replace(
-        with_tested_step(loop_facts(subject.trained, optimizer, subject.rows, heads, hooks), optimizer),
+        with_tested_step(loop_facts(subject.trained, optimizer, subject.rows, heads | plain.tokens, hooks), optimizer),
+        head_refusal=plain.refusal,
         terms_per_step=counts.terms,
         terms=counts.kind,
         flops_per_step=counts.flops,

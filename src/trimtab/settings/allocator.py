@@ -48,7 +48,7 @@ class Allocator(Setting):
         return "kept" if value == "retain" else "returned"
 
     def phrase(self, value: Scalar) -> str:
-        return str(value)
+        return "the loop with freed memory " + ("kept" if value == "retain" else "returned")
 
     def label(self, value: Scalar) -> str:
         return "" if value == self.default else "freed memory kept"

@@ -1,4 +1,8 @@
-"""Chunked loss head: the number of tokens with logits held at once by a `trimtab.nn.LossHead`."""
+"""Chunked loss head: the number of tokens whose logits are held at once.
+
+A `trimtab.nn.LossHead` computes its loss in chunks by itself. In other models the logits of the last linear layer are
+deferred until `cross_entropy` consumes them (`trimtab.techniques.deferred_logits`).
+"""
 
 from __future__ import annotations
 
@@ -19,6 +23,7 @@ if TYPE_CHECKING:
     from trimtab.plans.profile import Profile
 
 WORTH_CHUNKING = 0.05  # Least part of the peak memory that the logits must take.
+LEAST_CLASSES = 512  # Smaller linear layers are not taken for a head.
 
 
 class LossChunk(Setting):
@@ -28,8 +33,8 @@ class LossChunk(Setting):
     title = "chunked loss head"
     default = None
     effect = Effect.ROUNDING
-    summary = "Tokens whose logits a `trimtab.nn.LossHead` holds at once."
-    values = "a whole number of tokens, or None for the head's own"
+    summary = "Tokens whose logits are held at once by the model's last layer and its cross-entropy loss."
+    values = "a whole number of tokens, or None for the loop's own"
     examples = (7, 1)
     is_searched = True
     value_type = int | None
@@ -44,7 +49,9 @@ class LossChunk(Setting):
         if loop.bitwise_only:
             return Note("loop.bitwise_only", loop.bitwise_only)
         if not loop.head_tokens or not loop.head_words:
-            return Note("head.missing", "the model has no trimtab.nn.LossHead, which computes logits in chunks")
+            return Note(
+                "head.missing", loop.head_refusal or "the loss is not the cross-entropy of a large linear layer"
+            )
         logits = 2 * 4 * loop.head_tokens * loop.head_words
         peaks = [trial.peak_bytes for trial in profile.trials if trial.peak_bytes]
         if peaks and logits < WORTH_CHUNKING * max(peaks):
@@ -63,9 +70,23 @@ class LossChunk(Setting):
 
     def require(self, loop: LiveLoop, value: Scalar) -> None:
         require_heads(loop.model, int(value or 0))
+        head, stage = plain_head(loop.model), loop.plan.zero_stage.value
+        is_gathered = stage in (0, 1, 2) or (stage == 3 and loop.plan.engine.value == "torch")
+        if head is not None and hasattr(head.weight, "placements") and not is_gathered:
+            raise ModelError(
+                "plan.loss_chunk",
+                got=f"{value} for a last layer with a sharded weight",
+                expected="a weight that is whole when the loss is computed",
+                hint="Let the plan shard the model (zero_stage), use trimtab.nn.LossHead as the last layer, or a plan "
+                "with loss_chunk=None.",
+                code="loss_chunk.sharded",
+            )
 
     def apply(self, loop: LiveLoop, value: Scalar) -> Undo | None:
-        return use_chunks(loop.model, int(value or 0))
+        undo, head = use_chunks(loop.model, int(value or 0)), plain_head(loop.model)
+        if head is None or loop.plan.zero_stage.value != 3:
+            return undo
+        return _both(undo, _keep_gathered(loop.model, head))
 
 
 def loss_heads(model: nn.Module) -> tuple[LossHead, ...]:
@@ -75,13 +96,46 @@ def loss_heads(model: nn.Module) -> tuple[LossHead, ...]:
     return tuple(module for module in model.modules() if isinstance(module, LossHead))
 
 
+def plain_head(model: nn.Module) -> nn.Linear | None:
+    """Return the linear layer with most outputs, whose logits can be deferred; None if all are small.
+
+    None for a model with a `trimtab.nn.LossHead`.
+    """
+    from torch import nn
+
+    if loss_heads(model):
+        return None
+    layers = [each for each in model.modules() if type(each).forward is nn.Linear.forward]
+    head = max(layers, key=lambda each: each.out_features, default=None)  # type: ignore[arg-type,return-value]
+    if not isinstance(head, nn.Linear) or head.out_features < LEAST_CLASSES:
+        return None
+    return head
+
+
+def _keep_gathered(model: nn.Module, head: nn.Linear) -> Undo:
+    """Keep the weight of a head gathered from forward to backward, because the loss is computed after the forward."""
+    from torch.distributed.fsdp import FSDPModule
+
+    *_, owner = (each for each in model.modules() if isinstance(each, FSDPModule) and head in each.modules())
+    owner.set_reshard_after_forward(reshard_after_forward=False, recurse=False)
+    return lambda: owner.set_reshard_after_forward(reshard_after_forward=True, recurse=False)
+
+
+def _both(first: Undo, second: Undo) -> Undo:
+    def undo() -> None:
+        second()
+        first()
+
+    return undo
+
+
 def require_heads(model: nn.Module, chunk_rows: int) -> None:
     """Raise `ModelError` if the model has no loss head."""
-    if not loss_heads(model):
+    if not loss_heads(model) and plain_head(model) is None:
         raise ModelError(
             "plan.loss_chunk",
-            got=f"{chunk_rows} for a model without a trimtab.nn.LossHead",
-            expected="a model that computes its loss with a trimtab.nn.LossHead",
+            got=f"{chunk_rows} for a model without a loss head",
+            expected=f"a model with a trimtab.nn.LossHead, or with a linear layer of at least {LEAST_CLASSES} outputs",
             hint="Use trimtab.nn.LossHead as the last layer, or a plan with loss_chunk=None.",
             code="loss_chunk.no_head",
         )
@@ -93,7 +147,11 @@ def use_chunks(model: nn.Module, chunk_rows: int) -> Callable[[], None]:
     Raises:
         ModelError: the model has no loss head.
     """
+    from trimtab.techniques.deferred_logits import defer_logits
+
     require_heads(model, chunk_rows)
+    if (plain := plain_head(model)) is not None:
+        return defer_logits(plain, chunk_rows)[1]
     heads = loss_heads(model)
     before = [(head, head.chunk_rows) for head in heads]
 
@@ -107,9 +165,9 @@ def use_chunks(model: nn.Module, chunk_rows: int) -> Callable[[], None]:
 
 
 @contextlib.contextmanager
-def count_head_tokens(model: nn.Module) -> Iterator[dict[LossHead, int]]:
-    """Count the feature vectors passed to each loss head within the block, over all calls."""
-    seen: dict[LossHead, int] = {}
+def count_head_tokens(model: nn.Module) -> Iterator[dict[nn.Linear, int]]:
+    """Count the feature vectors passed to each `trimtab.nn.LossHead` within the block, over all calls."""
+    seen: dict[nn.Linear, int] = {}
 
     def watch(head: LossHead) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:
         def loss(features: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:

@@ -42,7 +42,7 @@ class MemoryLayout(Setting):
         return None if loop.has_convolutions else Note("layout.no_convolutions", "the model has no convolutions")
 
     def phrase(self, value: Scalar) -> str:
-        return str(value)
+        return "your loop's memory format" if value == "keep" else str(value)
 
     def label(self, value: Scalar) -> str:
         return "" if value == self.default else str(value)

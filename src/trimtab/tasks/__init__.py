@@ -85,9 +85,9 @@ def load_task_or_setup(name: str) -> Task | Callable[[int], Any]:
     if not hasattr(module, attribute):
         near = difflib.get_close_matches(attribute, vars(module), n=1)
         expected = f"an attribute {attribute!r} of {where}"
-        raise ValueGivenError(
-            "task", got=f"{name!r}", expected=expected, hint=_did_you_mean(f"{where}:{n}" for n in near)
-        )
+        hint = _did_you_mean(f"{where}:{n}" for n in near)
+        hint = hint or f"Write a function {attribute}(seed) that returns a trimtab.Loop; `trimtab init` shows one."
+        raise ValueGivenError("task", got=f"{name!r}", expected=expected, hint=hint)
     task = getattr(module, attribute)
     if not isinstance(task, Task) and (isinstance(task, type) or not callable(task)):
         raise FormatError(

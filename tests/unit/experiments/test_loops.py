@@ -137,7 +137,7 @@ def with_transformers(seed, **changes):
     tokens = torch.randint(0, 17, (64, 12), generator=torch.Generator().manual_seed(1))
     rows = [{"input_ids": each, "labels": each} for each in tokens]
     given = {"per_device_train_batch_size": 8, "report_to": "none", "use_cpu": True, "learning_rate": 1e-2, **changes}
-    args = TrainingArguments("unused", max_steps=STEPS, disable_tqdm=True, **given)
+    args = TrainingArguments("runs/unused", max_steps=STEPS, disable_tqdm=True, **given)
     return Trainer(GPT2LMHeadModel(config), args, train_dataset=rows)
 
 

@@ -67,7 +67,7 @@ def test_a_memory_budget_that_only_chunks_can_meet_is_met_by_them(profile):
 
 @pytest.mark.skipif(not can_fork(), reason="a process cannot be split off here")
 def test_chunks_that_end_a_process_are_a_loser_with_its_reason(monkeypatch):
-    monkeypatch.setattr(trimtab.nn, "_chunked", lambda *given: os.abort())
+    monkeypatch.setattr(trimtab.nn, "chunked_cross_entropy", lambda *given: os.abort())
     chunked = [trial for trial in profiled().stage("head") if trial.candidate.loss_chunk]
     assert chunked
     assert all(trial.code == "trial.crashed" and "SIGABRT" in trial.error for trial in chunked)

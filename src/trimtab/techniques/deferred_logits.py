@@ -1,0 +1,405 @@
+"""Deferred logits: a model with a plain linear head computes its loss in chunks, without a change of its code.
+
+While deferral is active, the head returns a tensor without values that stands for hidden states and weight. Reshaping,
+casts and slices of tokens stay deferred. `cross_entropy` becomes the chunked loss of `trimtab.nn`. Any other operation
+computes the logits and continues with them, as if nothing had been deferred, and is recorded.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils import _pytree as pytree
+
+from trimtab.nn import chunked_cross_entropy
+
+
+@dataclass
+class HeadUse:
+    """Use of a head's logits in a run.
+
+    Attributes:
+        chunk_rows: tokens per chunk, or None to compute all logits in the loss.
+        tokens: number of tokens whose loss was computed from deferred logits.
+        computed_by: operations that needed the logits themselves, in order, without duplicates.
+    """
+
+    chunk_rows: int | None
+    tokens: int = 0
+    computed_by: dict[str, None] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class _Source:
+    """Expression of logits: `linear(hidden, weight, bias)` in a dtype, the classes last or second.
+
+    Args:
+        hidden: (..., in_features).
+        dtype: of the product: the autocast dtype, or that of the hidden states.
+        out_dtype: of the logits.
+        classes_second: True for logits of shape (N, classes, ...), as cross_entropy takes them.
+    """
+
+    hidden: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    dtype: torch.dtype
+    out_dtype: torch.dtype
+    use: HeadUse
+    classes_second: bool = False
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        lead = self.hidden.shape[:-1]
+        return (lead[0], len(self.weight), *lead[1:]) if self.classes_second else (*lead, len(self.weight))
+
+    def operands(self) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return hidden states, weight and bias in the dtype of the product."""
+        bias = None if self.bias is None else self.bias.to(self.dtype)
+        return self.hidden.to(self.dtype), self.weight.to(self.dtype), bias
+
+    def logits(self) -> Tensor:
+        """Return the logits."""
+        with torch.autocast(self.hidden.device.type, enabled=False):
+            product = F.linear(*self.operands()).to(self.out_dtype)
+        return product.movedim(-1, 1) if self.classes_second else product
+
+
+class _HeadInput(Tensor):
+    """Hidden states on their way into a head; their linear product is deferred."""
+
+    hidden: Tensor
+    use: HeadUse
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(func, "__name__", "") == "__get__":  # A property, which the compiler reads.
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        return _of_head_input(func, args, kwargs or {})
+
+
+@torch.compiler.disable
+def _of_head_input(func: Any, args: Any, kwargs: Any) -> Any:
+    """Return the deferred product, or the result of any other operation on the hidden states."""
+    use = next(each.use for each in pytree.tree_leaves((args, kwargs)) if isinstance(each, _HeadInput))
+    args, kwargs = pytree.tree_map_only(_HeadInput, lambda each: each.hidden, (args, kwargs))
+    if func is not F.linear:
+        return func(*args, **kwargs)
+    hidden, weight, bias = _linear_arguments(*args, **kwargs)
+    kind = hidden.device.type
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
+    source = _Source(hidden, weight, bias, dtype, dtype, use)
+    return _deferred(source, _Family(source))
+
+
+class _WrappedHeadInput(_HeadInput):
+    """The same for a tensor of another class."""
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        args, kwargs = pytree.tree_map_only(cls, lambda each: each.hidden, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+
+def _head_input(hidden: Tensor, use: HeadUse) -> _HeadInput:
+    """Return hidden states as the input of a head; without a graph of its own, which the compiler does not trace."""
+    made: _HeadInput
+    if type(hidden) is Tensor:
+        made = hidden.detach().as_subclass(_HeadInput)
+    else:  # A fake tensor, for example.
+        made = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            _WrappedHeadInput, hidden.shape, dtype=hidden.dtype, device=hidden.device
+        )
+    made.hidden, made.use = hidden, use
+    return made
+
+
+def _linear_arguments(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    return input, weight, bias
+
+
+@dataclass
+class _Family:
+    """A head's result and everything made of it by reshaping; computed together, so that they share memory."""
+
+    source: _Source
+    computed: Tensor | None = None
+
+
+_Operation = tuple[Any, tuple[Any, ...], dict[str, Any]]  # function, arguments after the logits, named arguments
+
+
+class DeferredLogits(Tensor):
+    """Logits that are computed only when an operation needs them.
+
+    The tensor is a node of autograd's graph like the logits themselves, so that an operation in C++ that the Python
+    level does not see still has the right gradient.
+    """
+
+    source: _Source
+    family: _Family
+    operations: tuple[_Operation, ...]  # From the head's result to this tensor.
+
+    @staticmethod
+    def __new__(cls, source: _Source, family: _Family, operations: tuple[_Operation, ...]) -> DeferredLogits:
+        made: DeferredLogits = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            cls, source.shape, dtype=source.out_dtype, device=source.hidden.device
+        )
+        made.source, made.family, made.operations = source, family, operations
+        return made
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        return f"DeferredLogits(shape={self.source.shape}, dtype={self.source.out_dtype})"
+
+    def computed(self, name: str) -> Tensor:
+        """Return the logits for an operation, computed once for all tensors that share them."""
+        if self.family.computed is None:
+            self.source.use.computed_by[name] = None
+            self.family.computed = self.family.source.logits()
+        return self._made_of(self.family.computed)
+
+    def values(self, name: str) -> Tensor:
+        """Return the logits for an operator below autograd."""
+        self.source.use.computed_by[name] = None
+        return self._made_of(self.family.source.logits() if self.family.computed is None else self.family.computed)
+
+    def _made_of(self, result: Tensor) -> Tensor:
+        for function, args, kwargs in self.operations:
+            result = function(result, *args, **kwargs)
+        return result
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in _METADATA:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        return _of_logits(func, args, kwargs)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with torch.no_grad():  # Autograd has recorded the operation already.
+            args, kwargs = pytree.tree_map_only(cls, lambda each: each.values(str(func)), (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+
+@torch.compiler.disable
+def _of_logits(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Return the result of an operation: deferred if a rule keeps it so, else of the computed logits."""
+    ours = args[0] if args and isinstance(args[0], DeferredLogits) else None
+    if ours is not None and ours.family.computed is None and (rule := _RULES.get(func)) is not None:
+        result = rule(ours.source, *args[1:], **kwargs)
+        if isinstance(result, _Source):
+            return _deferred(result, ours.family, (*ours.operations, (func, args[1:], kwargs)))
+        if result is not None:
+            return result
+    name = getattr(func, "__name__", str(func))
+    args, kwargs = pytree.tree_map_only(DeferredLogits, lambda each: each.computed(name), (args, kwargs))
+    return func(*args, **kwargs)
+
+
+def _deferred(source: _Source, family: _Family, operations: tuple[_Operation, ...] = ()) -> Tensor:
+    found: Tensor = _Product.apply(  # type: ignore[no-untyped-call]
+        source, family, operations, source.hidden, source.weight, source.bias
+    )
+    return found
+
+
+class _Product(torch.autograd.Function):
+    """The product of hidden states and weight as a node of the graph, whose values are deferred."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, source: _Source, family: _Family, operations: tuple[_Operation, ...], *inputs: Tensor | None
+    ) -> Tensor:
+        """Return the deferred product; `inputs` are hidden states, weight and bias."""
+        ctx.source = source
+        return DeferredLogits(source, family, operations)
+
+    @staticmethod
+    def backward(ctx: Any, slope: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients of an operation in C++ that used the logits."""
+        source: _Source = ctx.source
+        inputs = [source.hidden, source.weight, *([] if source.bias is None else [source.bias])]
+        wanted = [each.requires_grad for each in inputs]
+        with torch.enable_grad():
+            leaves = [each.detach().requires_grad_(wants) for each, wants in zip(inputs, wanted, strict=True)]
+            bias = leaves[2] if len(leaves) > 2 else None
+            logits = replace(source, hidden=leaves[0], weight=leaves[1], bias=bias).logits()
+        asked = [leaf for leaf, wants in zip(leaves, wanted, strict=True) if wants]
+        found = iter(torch.autograd.grad(logits, asked, slope))
+        each = [next(found) if wants else None for wants in wanted]
+        return (None, None, None, *each, *([None] if source.bias is None else []))
+
+
+# Rules: the source of the result if it is deferred, the result itself, or None to compute the logits.
+
+
+def _reshape(source: _Source, *shape: Any, **named: Any) -> _Source | None:
+    if named or source.classes_second or (len(shape) == 1 and isinstance(shape[0], torch.dtype)):
+        return None
+    sizes = list(shape[0]) if len(shape) == 1 and not isinstance(shape[0], int) else list(shape)
+    if sizes.count(-1) == 1:
+        known = math.prod(size for size in sizes if size != -1)
+        sizes[sizes.index(-1)] = math.prod(source.shape) // known if known else 0
+    if len(sizes) < 2 or sizes[-1] != source.shape[-1] or math.prod(sizes) != math.prod(source.shape):
+        return None
+    return replace(source, hidden=source.hidden.reshape(*sizes[:-1], source.hidden.shape[-1]))
+
+
+def _flatten(source: _Source, start_dim: int = 0, end_dim: int = -1) -> _Source | None:
+    rank = len(source.shape)
+    if source.classes_second or rank < 2 or end_dim % rank == rank - 1:
+        return None
+    return replace(source, hidden=source.hidden.flatten(start_dim % rank, end_dim % rank))
+
+
+def _index(source: _Source, index: Any) -> _Source | None:
+    """Slice tokens; an index of classes or by a tensor needs the logits, because the order of dimensions may change."""
+    parts = index if isinstance(index, tuple) else (index,)
+    if source.classes_second or not all(part is Ellipsis or isinstance(part, slice | int) for part in parts):
+        return None
+    named = [part for part in parts if part is not Ellipsis]
+    reaches_classes = len(named) >= len(source.shape) or (Ellipsis in parts and parts[-1] is not Ellipsis)
+    if not reaches_classes:
+        return replace(source, hidden=source.hidden[index])
+    if parts[-1] != slice(None) or isinstance(parts[-1], int):
+        return None
+    return replace(source, hidden=source.hidden[index])
+
+
+def _cast(source: _Source, *args: Any, **kwargs: Any) -> _Source | None:
+    """Cast to a floating dtype on the same device."""
+    wanted = [each for each in (*args, *kwargs.values()) if not isinstance(each, bool)]
+    if any(isinstance(each, Tensor) for each in wanted):
+        return None
+    dtypes = [each for each in wanted if isinstance(each, torch.dtype)]
+    devices = [torch.device(each) for each in wanted if isinstance(each, str | torch.device | int)]
+    if len(dtypes) + len(devices) != len(wanted) or kwargs.get("copy") or len(dtypes) > 1:
+        return None
+    if any(device.type != source.hidden.device.type for device in devices):
+        return None
+    if any(device.index not in (None, source.hidden.device.index) for device in devices):
+        return None
+    dtype = dtypes[0] if dtypes else source.out_dtype
+    # A cast to fewer digits and back would be lost in a chunked loss, which computes in fp32.
+    if not dtype.is_floating_point or torch.promote_types(dtype, source.out_dtype) != dtype:
+        return None
+    return replace(source, out_dtype=dtype)
+
+
+def _transpose(source: _Source, dim0: int, dim1: int) -> _Source | None:
+    rank = len(source.shape)
+    is_swap = rank == 3 and {dim0 % rank, dim1 % rank} == {1, 2}
+    return replace(source, classes_second=not source.classes_second) if is_swap else None
+
+
+def _permute(source: _Source, *dims: Any) -> _Source | None:
+    order = tuple(dims[0]) if len(dims) == 1 and not isinstance(dims[0], int) else dims
+    rank = len(source.shape)
+    to_second = (0, rank - 1, *range(1, rank - 1))
+    fits = not source.classes_second and rank > 2 and tuple(dim % rank for dim in order) == to_second
+    return replace(source, classes_second=True) if fits else None
+
+
+def _unchanged(source: _Source, **kwargs: Any) -> _Source | None:
+    return None if kwargs else source
+
+
+def _detach(source: _Source) -> _Source:
+    bias = None if source.bias is None else source.bias.detach()
+    return replace(source, hidden=source.hidden.detach(), weight=source.weight.detach(), bias=bias)
+
+
+def _cross_entropy(
+    source: _Source,
+    target: Tensor,
+    weight: Tensor | None = None,
+    size_average: bool | None = None,
+    ignore_index: int = -100,
+    reduce: bool | None = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> Tensor | None:
+    lead = source.hidden.shape[:-1]
+    has_classes_at = source.classes_second or len(source.shape) == 2
+    is_plain = weight is None and size_average is None and reduce is None and reduction in ("mean", "sum")
+    if not (has_classes_at and is_plain and target.shape == lead) or target.is_floating_point():
+        return None
+    source.use.tokens += target.numel()
+    rows, words = source.hidden.flatten(0, -2), target.flatten()
+    chunk = source.use.chunk_rows
+    if chunk is None or chunk >= len(rows):
+        options: dict[str, Any] = {"ignore_index": ignore_index, "reduction": reduction}
+        return F.cross_entropy(source.logits(), target, label_smoothing=label_smoothing, **options)
+    _, weight, bias = source.operands()
+    total = chunked_cross_entropy(
+        rows.to(source.dtype),
+        weight,
+        bias,
+        words,
+        chunk,
+        ignore_index=ignore_index,
+        label_smoothing=label_smoothing,
+    )
+    return total if reduction == "sum" else total / (words != ignore_index).sum()
+
+
+_RULES: dict[Any, Callable[..., _Source | Tensor | None]] = {
+    Tensor.view: _reshape,
+    Tensor.reshape: _reshape,
+    torch.reshape: _reshape,
+    Tensor.flatten: _flatten,
+    torch.flatten: _flatten,
+    Tensor.__getitem__: _index,
+    Tensor.to: _cast,
+    Tensor.float: lambda source, **named: None if named else _cast(source, torch.float32),
+    Tensor.transpose: _transpose,
+    torch.transpose: _transpose,
+    Tensor.permute: _permute,
+    torch.permute: _permute,
+    Tensor.contiguous: _unchanged,
+    Tensor.detach: _detach,
+    F.cross_entropy: _cross_entropy,
+}
+_PROPERTIES = (
+    "grad",
+    "shape",
+    "dtype",
+    "device",
+    "ndim",
+    "requires_grad",
+    "grad_fn",
+    "is_leaf",
+    "layout",
+    "is_cuda",
+    "is_cpu",
+)
+_METADATA = {
+    *(getattr(Tensor, name).__get__ for name in _PROPERTIES),
+    *(getattr(Tensor, name) for name in ("size", "dim", "numel", "nelement", "is_floating_point", "is_complex")),
+    *(getattr(Tensor, name) for name in ("element_size", "__len__", "get_device", "__hash__")),
+}
+
+
+def defer_logits(head: nn.Linear, chunk_rows: int | None) -> tuple[HeadUse, Callable[[], None]]:
+    """Defer a head's logits while gradients are computed; returns their use, and a function that ends deferral."""
+    use = HeadUse(chunk_rows)
+
+    @torch.compiler.disable
+    def wrap(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        return (_head_input(args[0], use),) if torch.is_grad_enabled() and len(args) == 1 else None
+
+    handle = head.register_forward_pre_hook(wrap)
+    return use, handle.remove
