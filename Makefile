@@ -83,7 +83,7 @@ hosts-oldest: $(STAMP) ## Run the tests of hosts on the oldest of their versions
 	@$(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check --no-deps --target $(OLDEST) \
 		-r constraints-oldest.txt
 	@PYTHONPATH=$(OLDEST):src OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(or $(filter-out 0,$(WORKERS)),1) $(BY_FILE) \
-		$(HOSTS) -k "not test_examples or host or accelerate or lightning or transformers" $(PYTEST_ARGS)
+		--long also $(HOSTS) -k "not test_examples or host or accelerate or lightning or transformers" $(PYTEST_ARGS)
 
 check: $(STAMP) ## Check format, lint and types; changes nothing
 	@$(BIN)/ruff format --check

@@ -112,7 +112,7 @@ def chunked_cross_entropy(
         label_smoothing: fraction of the target's probability that is spread over all classes.
     """
     with torch.autocast(features.device.type, enabled=False):
-        if _OF_TORCH is None or label_smoothing or features.dtype is torch.float16:
+        if _OF_TORCH is None or label_smoothing or features.dtype in (torch.float16, torch.bfloat16):
             counts = targets != ignore_index
             words = targets if ignore_index == IGNORED else torch.where(counts, targets, IGNORED)
             result: Tensor = _ChunkedLoss.apply(  # type: ignore[no-untyped-call]
@@ -135,7 +135,8 @@ def chunked_cross_entropy(
 class _ChunkedLoss(torch.autograd.Function):
     """Loss and gradients in one pass: the logits of a chunk are freed before those of the next are computed.
 
-    For fp16 and label smoothing, which torch's `linear_cross_entropy` does not chunk, and for torch before 2.13.
+    For label smoothing and fp16, which torch's `linear_cross_entropy` does not chunk; for bf16, in which it sums losses
+    and gradients with too few digits; and for torch before 2.13.
     """
 
     @staticmethod

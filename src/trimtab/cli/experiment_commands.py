@@ -127,10 +127,14 @@ def write_and_show(
 def compare(
     task: TaskName,
     steps: Steps = None,
-    pairs: Annotated[int | None, typer.Option(help="paired runs; 5 if not given")] = None,
-    quick: Annotated[
-        bool, typer.Option("--quick", help="first impression: short runs, three pairs if not given")
-    ] = False,
+    pairs: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="paired runs, each with its own seed: 5 for a verdict, 8 for a claim (default: 5, or 3 with --quick)",
+        ),
+    ] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="first impression: short runs")] = False,
     to_end: ToEnd = False,
     evaluate_every: EvaluateEvery = None,
     adapt: Annotated[

@@ -318,12 +318,12 @@ def headline_of(found: Comparison) -> str:
         )
     if arm in found.plans and not found.changes.get(arm, found.plans[arm].changes):
         again = found.speed(arm)
-        measured = "" if again is None else f" Measured again, it runs at {speed_in_words(again)}, by chance."
+        measured = "" if again is None else f" Measured again, it runs at {speed_in_words(again)} (not significant)."
         return f"{found.verdict(arm)}: {name} changes nothing in {base}.{measured}"
     measured = found.speed(arm)
     text = "speed unknown" if measured is None else f"{speed_in_words(measured)} the speed of {base}"
-    if measured is not None and measured.low > 1 and found.verdict(arm) == "no gain":
-        text += ", less than two runs of your loop differ"
+    if measured is not None and found.control is not None and measured.low > 1 and found.verdict(arm) == "no gain":
+        text += ", within the difference of two runs of your loop"
     memory = found.memory(arm)
     if memory is not None and abs(1 - memory) >= _LEAST_MEMORY:
         text += f", {abs(1 - memory):.0%} {'less' if memory < 1 else 'more'} peak memory"

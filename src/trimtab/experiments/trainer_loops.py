@@ -218,7 +218,7 @@ def _optimizers_of(trainer: Any, module: Any, loader: Any) -> Any:
     """Return what `configure_optimizers` returns, with the trainer attached as in `fit`.
 
     Raises:
-        ValueGivenError: it fails.
+        ValueGivenError: `configure_optimizers` raised an exception.
     """
     module.trainer = trainer
     trainer.strategy.connect(module)
@@ -232,7 +232,7 @@ def _optimizers_of(trainer: Any, module: Any, loader: Any) -> Any:
             expected="configure_optimizers() that works before fit",
             problem=f"{type(module).__name__}.configure_optimizers() failed outside of Trainer.fit "
             f"({type(error).__name__}: {error}).",
-            hint="Give the length of the run to the module as an argument, for example.",
+            hint="Correct it. It may read trainer.estimated_stepping_batches, but nothing that exists only in fit.",
             code="setup.configure_optimizers",
         ) from error
     finally:

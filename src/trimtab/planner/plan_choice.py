@@ -125,7 +125,7 @@ def _notes_of_length(profile: Profile, winner: Candidate) -> Iterator[Note]:
     ours, loop = _measured(profile, winner), _measured(profile, profile.reference_candidate)
     if profile.total_steps is None or ours is None or loop is None or winner == profile.reference_candidate:
         return
-    if profile.total_steps * (loop.step_s - ours.step_s) < profile.profiling_s:
+    if 0 < profile.total_steps * (loop.step_s - ours.step_s) < profile.profiling_s:
         text = f"the run of {profile.total_steps:,} steps saves less time than planning took"
         yield Note("planning.short_run", text)
 

@@ -14,8 +14,8 @@ from trimtab.planner.compile_policy import paying_modes, tried
 from trimtab.planner.cost_model import CostModel, PredictedCost, is_in_chunks, sizes_to_consider
 from trimtab.planner.statistics import is_gain
 from trimtab.planner.trial_statistics import (
+    CLEARLY_SLOWER,
     FREE_SPEED,
-    LOSS_PER_SAVING,
     WORTH_SAVING,
     control_interval,
     over_budget,
@@ -297,15 +297,12 @@ def _lightest(fitting: Sequence[PricedCandidate], best: PricedCandidate) -> Pric
     """Return the point with the least memory among points as fast as the best; None if the saving is too small."""
     if not best.cost.peak_bytes or best.cost.step_s is None:
         return None
-    best_s, best_bytes = best.cost.step_s, best.cost.peak_bytes
-
-    def is_light(point: PricedCandidate) -> bool:
-        saved = 1 - (math.inf if point.cost.peak_bytes is None else point.cost.peak_bytes) / best_bytes
-        # The predicted speed is as uncertain as a trial's.
-        as_fast = best_s >= min(FREE_SPEED, 1 - LOSS_PER_SAVING * saved) * (point.cost.step_s or 0.0)
-        return saved >= WORTH_SAVING and as_fast
-
-    light = [point for point in fitting if is_light(point)]
+    limit = (1 - WORTH_SAVING) * best.cost.peak_bytes
+    lighter = [p for p in fitting if p.cost.peak_bytes is not None and p.cost.peak_bytes <= limit]
+    for least_speed in (FREE_SPEED, CLEARLY_SLOWER):  # Predictions are noisy: the final decides.
+        light = [p for p in lighter if (p.cost.step_s or 0.0) <= best.cost.step_s / least_speed]
+        if light:
+            break
     return min(light, key=lambda point: (point.cost.peak_bytes or 0, point.cost.step_s), default=None)
 
 

@@ -162,7 +162,7 @@ def over_budget(
 
 
 def is_free(ours: Trial, theirs: Trial) -> bool:
-    """Return True if a trial saves memory at no loss of speed."""
+    """Return True if a trial saves memory without a measured loss of speed; a larger saving may be less certain."""
     if ours.peak_bytes is None or theirs.peak_bytes is None:
         return False
     speed, saved = speed_ratio(ours, theirs), saved_memory_fraction(ours, theirs)

@@ -267,7 +267,7 @@ def profile_loop(
             adapts_batch_size=subject.adapts_batch_size,
             meter=NO_METER if metered is None else metered.facts,
         )
-        profile = _with_one_clock(
+        profile = _search_restarting_under_load(
             _Search(subject, snapshot, notes, progress, num_blocks, power, start, traces), profile
         )
         report_not_restorable(snapshot.not_restorable(), notes)
@@ -309,13 +309,13 @@ def _note_load(fraction: float, notes: Notes) -> None:
     notes.record(
         "timing.processor_time",
         f"other processes left each thread {100 * fraction:.0f}% of a processor, so steps were timed by processor time "
-        f"on {threads} thread{'s' * (threads > 1)}; until they end, a step of the loop takes longer, and less so with "
-        f"torch.set_num_threads({threads})",
+        f"on {threads} thread{'s' * (threads > 1)}; a step takes longer while they run, and "
+        f"torch.set_num_threads({threads}) reduces this",
     )
 
 
-def _with_one_clock(search: _Search, profile: Profile) -> Profile:
-    """Search, and begin anew with processor time if other processes begin to load the machine meanwhile."""
+def _search_restarting_under_load(search: _Search, profile: Profile) -> Profile:
+    """Search, and restart by processor time if other processes begin to load the machine meanwhile."""
     try:
         return search.run(profile)
     except _LoadBegan:
@@ -327,8 +327,8 @@ def _with_one_clock(search: _Search, profile: Profile) -> Profile:
     ):
         if fraction is not None:
             _note_load(fraction, search.notes)
-        begun = replace(search, snapshot=snapshot, start=time.perf_counter(), watches_load=False)
-        return begun.run(replace(profile, device=device_spec(subject.device)))
+        restarted = replace(search, snapshot=snapshot, start=time.perf_counter(), watches_load=False)
+        return restarted.run(replace(profile, device=device_spec(subject.device)))
 
 
 @dataclass

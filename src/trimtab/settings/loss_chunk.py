@@ -7,6 +7,7 @@ deferred until `cross_entropy` consumes them (`trimtab.techniques.deferred_logit
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from trimtab.nn import LossHead
     from trimtab.plans.plan import Plan
     from trimtab.plans.profile import Profile
+    from trimtab.techniques.deferred_logits import HeadUse
 
 WORTH_CHUNKING = 0.05  # Least part of the peak memory that the logits must take.
 LEAST_CLASSES = 512  # Smaller linear layers are not taken for a head.
@@ -70,23 +72,45 @@ class LossChunk(Setting):
 
     def require(self, loop: LiveLoop, value: Scalar) -> None:
         require_heads(loop.model, int(value or 0))
-        head, stage = plain_head(loop.model), loop.plan.zero_stage.value
-        is_gathered = stage in (0, 1, 2) or (stage == 3 and loop.plan.engine.value == "torch")
-        if head is not None and hasattr(head.weight, "placements") and not is_gathered:
+        head, stage, engine = plain_head(loop.model), loop.plan.zero_stage.value, loop.plan.engine.value
+        is_whole = not hasattr(head and head.weight, "placements") or stage is not None
+        if head is not None and (not is_whole or (stage == 3 and engine != "torch")):
             raise ModelError(
                 "plan.loss_chunk",
                 got=f"{value} for a last layer with a sharded weight",
                 expected="a weight that is whole when the loss is computed",
-                hint="Let the plan shard the model (zero_stage), use trimtab.nn.LossHead as the last layer, or a plan "
-                "with loss_chunk=None.",
+                hint="Let the plan shard the model with engine='torch', use trimtab.nn.LossHead as the last layer, or "
+                "a plan with loss_chunk=None.",
                 code="loss_chunk.sharded",
             )
 
     def apply(self, loop: LiveLoop, value: Scalar) -> Undo | None:
-        undo, head = use_chunks(loop.model, int(value or 0)), plain_head(loop.model)
-        if head is None or loop.plan.zero_stage.value != 3:
-            return undo
-        return _both(undo, _keep_gathered(loop.model, head))
+        from trimtab.techniques.deferred_logits import defer_logits
+
+        if (head := plain_head(loop.model)) is None:
+            return use_chunks(loop.model, int(value or 0))
+        use, remove = defer_logits(head, int(value or 0))
+        reshard = _keep_gathered(loop.model, head) if loop.plan.zero_stage.value == 3 else None
+
+        def undo() -> None:
+            remove()
+            if reshard is not None:
+                reshard()
+            _warn_of_no_effect(use)
+
+        return undo
+
+
+def _warn_of_no_effect(use: HeadUse) -> None:
+    """Warn if a run with chunks computed the logits as a whole."""
+    if use.computed_by or (use.num_calls and not use.tokens):
+        names = ", ".join(use.computed_by) or "no cross_entropy"
+        warnings.warn(
+            f"plan.loss_chunk had no effect in some or all steps, because the loop computes with the logits "
+            f"themselves ({names}).",
+            UserWarning,
+            stacklevel=2,
+        )
 
 
 def loss_heads(model: nn.Module) -> tuple[LossHead, ...]:
@@ -97,34 +121,32 @@ def loss_heads(model: nn.Module) -> tuple[LossHead, ...]:
 
 
 def plain_head(model: nn.Module) -> nn.Linear | None:
-    """Return the linear layer with most outputs, whose logits can be deferred; None if all are small.
+    """Return the model's last linear layer, whose logits can be deferred; None if it has few outputs.
 
-    None for a model with a `trimtab.nn.LossHead`.
+    None for a model with a `trimtab.nn.LossHead`, and for a model that the user compiles, which ignores later hooks.
     """
     from torch import nn
 
-    if loss_heads(model):
+    from trimtab.techniques.compiled_call import is_compiled
+
+    if loss_heads(model) or is_compiled(model):
         return None
-    layers = [each for each in model.modules() if type(each).forward is nn.Linear.forward]
-    head = max(layers, key=lambda each: each.out_features, default=None)  # type: ignore[arg-type,return-value]
-    if not isinstance(head, nn.Linear) or head.out_features < LEAST_CLASSES:
-        return None
-    return head
+    layers = [each for each in model.modules() if isinstance(each, nn.Linear)]
+    is_plain = bool(layers) and type(layers[-1]).forward is nn.Linear.forward
+    return layers[-1] if is_plain and layers[-1].out_features >= LEAST_CLASSES else None
 
 
 def _keep_gathered(model: nn.Module, head: nn.Linear) -> Undo:
     """Keep the weight of a head gathered from forward to backward, because the loss is computed after the forward."""
     from torch.distributed.fsdp import FSDPModule
 
-    *_, owner = (each for each in model.modules() if isinstance(each, FSDPModule) and head in each.modules())
-    owner.set_reshard_after_forward(reshard_after_forward=False, recurse=False)
-    return lambda: owner.set_reshard_after_forward(reshard_after_forward=True, recurse=False)
+    owners = [each for each in model.modules() if isinstance(each, FSDPModule) and head in each.modules()]
+    for owner in owners[-1:]:  # None on a single rank.
+        owner.set_reshard_after_forward(reshard_after_forward=False, recurse=False)
 
-
-def _both(first: Undo, second: Undo) -> Undo:
     def undo() -> None:
-        second()
-        first()
+        for owner in owners[-1:]:
+            owner.set_reshard_after_forward(reshard_after_forward=True, recurse=False)
 
     return undo
 
@@ -135,7 +157,8 @@ def require_heads(model: nn.Module, chunk_rows: int) -> None:
         raise ModelError(
             "plan.loss_chunk",
             got=f"{chunk_rows} for a model without a loss head",
-            expected=f"a model with a trimtab.nn.LossHead, or with a linear layer of at least {LEAST_CLASSES} outputs",
+            expected="a model with a trimtab.nn.LossHead, or whose last linear layer has at least "
+            f"{LEAST_CLASSES} outputs, not compiled by its own code",
             hint="Use trimtab.nn.LossHead as the last layer, or a plan with loss_chunk=None.",
             code="loss_chunk.no_head",
         )

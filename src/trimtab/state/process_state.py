@@ -35,7 +35,6 @@ _WAYS: tuple[tuple[Settings, Settings], ...] = (
 # Settings made by the user are left alone, because they could not be restored.
 _OWN_SETTINGS = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_MMAP_MAX_", "MALLOC_TOP_PAD_")
 _PARKED_BYTES = 32 * 2**20 + 2**12  # Larger blocks are mapped by a loop whose memory is returned.
-_MOST_PARKED = 4096
 _mode = MODES[0]
 _parked: list[int] | None = None  # Blocks kept for the next use of "retain"; None outside of `separate_heaps`.
 _way: tuple[Settings, Settings] | None = None  # (retain, keep), set at the first request
@@ -90,7 +89,8 @@ def separate_heaps() -> Iterator[None]:
 
     glibc maps a large block only if no free block fits. After a loop that retained memory, a loop in mode "keep" would
     therefore find its blocks without a page fault, as it never would alone. Within this context, large free blocks are
-    held back while the mode is "keep", and given back for "retain"; on exit they return to the operating system.
+    held back while the mode is "keep", and given back for "retain"; on exit they return to the operating system. The
+    process may need the memory of both loops at the same time; at most a quarter of the machine's memory is held back.
     """
     global _parked
     if _parked is not None or not can_retain():
@@ -112,7 +112,8 @@ def _park() -> None:
         return
     libc = _libc()
     before = libc.mallinfo().num_mapped
-    while len(_parked) < _MOST_PARKED:
+    most_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 4
+    while len(_parked) * _PARKED_BYTES < most_bytes:
         block = libc.malloc(_PARKED_BYTES)
         if block is None or libc.mallinfo().num_mapped != before:  # No free block was large enough.
             libc.free(block)

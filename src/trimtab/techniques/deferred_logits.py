@@ -7,6 +7,7 @@ computes the logits and continues with them, as if nothing had been deferred, an
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -14,9 +15,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional as F
 from torch.utils import _pytree as pytree
+from torch.utils.hooks import RemovableHandle
 
+from trimtab.core.errors import LossError
 from trimtab.nn import chunked_cross_entropy
 
 
@@ -26,11 +30,13 @@ class HeadUse:
 
     Attributes:
         chunk_rows: tokens per chunk, or None to compute all logits in the loss.
+        num_calls: number of calls of the head with gradients.
         tokens: number of tokens whose loss was computed from deferred logits.
         computed_by: operations that needed the logits themselves, in order, without duplicates.
     """
 
     chunk_rows: int | None
+    num_calls: int = 0
     tokens: int = 0
     computed_by: dict[str, None] = field(default_factory=dict)
 
@@ -52,7 +58,23 @@ class _Source:
     dtype: torch.dtype
     out_dtype: torch.dtype
     use: HeadUse
+    versions: tuple[int, ...]
     classes_second: bool = False
+
+    def require_unchanged(self) -> None:
+        """Raise `LossError` if the operands have changed since the head was called."""
+        if versions_of(self.hidden, self.weight, self.bias) == self.versions:
+            return
+        raise LossError(
+            "loss_fn",
+            got="logits that are read after a change of the weights or of the hidden states",
+            expected="logits that are read before",
+            problem="The plan computes the loss in chunks, so logits are computed only when they are read, and the "
+            "weights or the hidden states have changed since.",
+            hint="Read the logits in the loss function (logits.detach() is enough), or use a plan with "
+            "loss_chunk=None.",
+            code="loss_chunk.read_late",
+        )
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -65,10 +87,16 @@ class _Source:
         return self.hidden.to(self.dtype), self.weight.to(self.dtype), bias
 
     def logits(self) -> Tensor:
-        """Return the logits."""
+        """Return the logits; `LossError` if their operands have changed since the head was called."""
+        self.require_unchanged()
         with torch.autocast(self.hidden.device.type, enabled=False):
             product = F.linear(*self.operands()).to(self.out_dtype)
         return product.movedim(-1, 1) if self.classes_second else product
+
+
+def versions_of(*tensors: Tensor | None) -> tuple[int, ...]:
+    """Return the number of in-place changes of each tensor."""
+    return tuple(each._version for each in tensors if each is not None)
 
 
 class _HeadInput(Tensor):
@@ -94,9 +122,10 @@ def _of_head_input(func: Any, args: Any, kwargs: Any) -> Any:
         return func(*args, **kwargs)
     hidden, weight, bias = _linear_arguments(*args, **kwargs)
     kind = hidden.device.type
-    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
-    source = _Source(hidden, weight, bias, dtype, dtype, use)
-    return _deferred(source, _Family(source))
+    is_cast = torch.is_autocast_enabled(kind) and hidden.dtype is not torch.float64
+    dtype = torch.get_autocast_dtype(kind) if is_cast else hidden.dtype
+    use.num_calls += 1
+    return _deferred(_Source(hidden, weight, bias, dtype, dtype, use, versions_of(hidden, weight, bias)), _Shared())
 
 
 class _WrappedHeadInput(_HeadInput):
@@ -130,14 +159,26 @@ def _linear_arguments(
 
 
 @dataclass
-class _Family:
-    """A head's result and everything made of it by reshaping; computed together, so that they share memory."""
+class _Shared:
+    """State of a head's result and of everything made of it, which may share memory.
 
-    source: _Source
-    computed: Tensor | None = None
+    Attributes:
+        is_computed: True after one of them was computed; from then on, none is deferred.
+        hooks: hooks of torch's FSDP, which run before the backward of the logits and do not change gradients.
+    """
+
+    is_computed: bool = False
+    hooks: list[Callable[[Tensor], Any]] = field(default_factory=list)
 
 
-_Operation = tuple[Any, tuple[Any, ...], dict[str, Any]]  # function, arguments after the logits, named arguments
+@dataclass(frozen=True)
+class _Origin:
+    """The operation that made deferred logits of others."""
+
+    parent: DeferredLogits
+    function: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
 
 
 class DeferredLogits(Tensor):
@@ -148,41 +189,38 @@ class DeferredLogits(Tensor):
     """
 
     source: _Source
-    family: _Family
-    operations: tuple[_Operation, ...]  # From the head's result to this tensor.
+    shared: _Shared
+    origin: _Origin | None  # None for the head's result.
+    result: Tensor | None
 
     @staticmethod
-    def __new__(cls, source: _Source, family: _Family, operations: tuple[_Operation, ...]) -> DeferredLogits:
+    def __new__(cls, source: _Source, shared: _Shared, origin: _Origin | None) -> DeferredLogits:
         made: DeferredLogits = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
             cls, source.shape, dtype=source.out_dtype, device=source.hidden.device
         )
-        made.source, made.family, made.operations = source, family, operations
+        made.source, made.shared, made.origin, made.result = source, shared, origin, None
         return made
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         return f"DeferredLogits(shape={self.source.shape}, dtype={self.source.out_dtype})"
 
     def computed(self, name: str) -> Tensor:
-        """Return the logits for an operation, computed once for all tensors that share them."""
-        if self.family.computed is None:
+        """Return the logits for an operation; computed once, with their graph also where gradients are disabled."""
+        if self.result is None:
+            self.shared.is_computed = True
             self.source.use.computed_by[name] = None
-            self.family.computed = self.family.source.logits()
-        return self._made_of(self.family.computed)
-
-    def values(self, name: str) -> Tensor:
-        """Return the logits for an operator below autograd."""
-        self.source.use.computed_by[name] = None
-        return self._made_of(self.family.source.logits() if self.family.computed is None else self.family.computed)
-
-    def _made_of(self, result: Tensor) -> Tensor:
-        for function, args, kwargs in self.operations:
-            result = function(result, *args, **kwargs)
-        return result
+            with torch.enable_grad():
+                if self.origin is None:
+                    self.result = self.source.logits()
+                else:
+                    parent = self.origin.parent.computed(name)
+                    self.result = self.origin.function(parent, *self.origin.args, **self.origin.kwargs)
+        return self.result
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func in _METADATA:
+        if func in _METADATA and args[0].result is None:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         return _of_logits(func, args, kwargs)
@@ -190,28 +228,41 @@ class DeferredLogits(Tensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         with torch.no_grad():  # Autograd has recorded the operation already.
-            args, kwargs = pytree.tree_map_only(cls, lambda each: each.values(str(func)), (args, kwargs or {}))
-        return func(*args, **kwargs)
+            given = pytree.tree_map_only(cls, lambda each: each.computed(str(func)).detach(), (args, kwargs or {}))
+            return func(*given[0], **given[1])
 
 
 @torch.compiler.disable
 def _of_logits(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Return the result of an operation: deferred if a rule keeps it so, else of the computed logits."""
     ours = args[0] if args and isinstance(args[0], DeferredLogits) else None
-    if ours is not None and ours.family.computed is None and (rule := _RULES.get(func)) is not None:
-        result = rule(ours.source, *args[1:], **kwargs)
-        if isinstance(result, _Source):
-            return _deferred(result, ours.family, (*ours.operations, (func, args[1:], kwargs)))
-        if result is not None:
-            return result
-    name = getattr(func, "__name__", str(func))
-    args, kwargs = pytree.tree_map_only(DeferredLogits, lambda each: each.computed(name), (args, kwargs))
+    # A view that is made without gradients has none later.
+    if ours is not None and not ours.shared.is_computed and torch.is_grad_enabled():
+        if func is Tensor.register_hook and _is_of_fsdp(args[1]):
+            ours.shared.hooks.append(args[1])
+            return RemovableHandle({})
+        if func is F.cross_entropy:
+            result = _cross_entropy(ours.source, ours.shared, *args[1:], **kwargs)
+            if result is not None:
+                return result
+        elif (rule := _RULES.get(func)) is not None and (source := rule(ours.source, *args[1:], **kwargs)) is not None:
+            return _deferred(source, ours.shared, _Origin(ours, func, args[1:], kwargs))
+    args, kwargs = pytree.tree_map_only(DeferredLogits, lambda each: each.computed(_name(func)), (args, kwargs))
     return func(*args, **kwargs)
 
 
-def _deferred(source: _Source, family: _Family, operations: tuple[_Operation, ...] = ()) -> Tensor:
+def _name(func: Any) -> str:
+    name = getattr(func, "__name__", str(func))
+    return str(getattr(func.__self__, "__name__", name)) if name == "__get__" else name
+
+
+def _is_of_fsdp(hook: Any) -> bool:
+    return (getattr(hook, "__module__", None) or "").startswith("torch.distributed.fsdp")
+
+
+def _deferred(source: _Source, shared: _Shared, origin: _Origin | None = None) -> Tensor:
     found: Tensor = _Product.apply(  # type: ignore[no-untyped-call]
-        source, family, operations, source.hidden, source.weight, source.bias
+        source, shared, origin, source.hidden, source.weight, source.bias
     )
     return found
 
@@ -220,12 +271,10 @@ class _Product(torch.autograd.Function):
     """The product of hidden states and weight as a node of the graph, whose values are deferred."""
 
     @staticmethod
-    def forward(
-        ctx: Any, source: _Source, family: _Family, operations: tuple[_Operation, ...], *inputs: Tensor | None
-    ) -> Tensor:
+    def forward(ctx: Any, source: _Source, shared: _Shared, origin: _Origin | None, *inputs: Tensor | None) -> Tensor:
         """Return the deferred product; `inputs` are hidden states, weight and bias."""
         ctx.source = source
-        return DeferredLogits(source, family, operations)
+        return DeferredLogits(source, shared, origin)
 
     @staticmethod
     def backward(ctx: Any, slope: Tensor) -> tuple[Tensor | None, ...]:
@@ -317,13 +366,9 @@ def _unchanged(source: _Source, **kwargs: Any) -> _Source | None:
     return None if kwargs else source
 
 
-def _detach(source: _Source) -> _Source:
-    bias = None if source.bias is None else source.bias.detach()
-    return replace(source, hidden=source.hidden.detach(), weight=source.weight.detach(), bias=bias)
-
-
 def _cross_entropy(
     source: _Source,
+    shared: _Shared,
     target: Tensor,
     weight: Tensor | None = None,
     size_average: bool | None = None,
@@ -335,17 +380,23 @@ def _cross_entropy(
     lead = source.hidden.shape[:-1]
     has_classes_at = source.classes_second or len(source.shape) == 2
     is_plain = weight is None and size_average is None and reduce is None and reduction in ("mean", "sum")
-    if not (has_classes_at and is_plain and target.shape == lead) or target.is_floating_point():
+    is_indexed = target.shape == lead and target.dtype is torch.int64
+    if not (has_classes_at and is_plain and is_indexed):
         return None
+    source.require_unchanged()
     source.use.tokens += target.numel()
-    rows, words = source.hidden.flatten(0, -2), target.flatten()
+    hidden, words = source.hidden.flatten(0, -2), target.flatten()
     chunk = source.use.chunk_rows
-    if chunk is None or chunk >= len(rows):
+    if chunk is None or chunk >= len(words):
         options: dict[str, Any] = {"ignore_index": ignore_index, "reduction": reduction}
         return F.cross_entropy(source.logits(), target, label_smoothing=label_smoothing, **options)
+    if shared.hooks:
+        hidden = hidden.view_as(hidden)
+        for hook in shared.hooks:
+            hidden.register_hook(functools.partial(_call_before_backward, hook))
     _, weight, bias = source.operands()
     total = chunked_cross_entropy(
-        rows.to(source.dtype),
+        hidden.to(source.dtype),
         weight,
         bias,
         words,
@@ -353,10 +404,18 @@ def _cross_entropy(
         ignore_index=ignore_index,
         label_smoothing=label_smoothing,
     )
-    return total if reduction == "sum" else total / (words != ignore_index).sum()
+    if reduction == "sum":
+        return total
+    count = (words != ignore_index).sum()
+    # Without a counted target, the mean is not a number and its gradient is 0, as in torch.
+    return total / count.clamp(min=1) + torch.where(count > 0, 0.0, math.nan)
 
 
-_RULES: dict[Any, Callable[..., _Source | Tensor | None]] = {
+def _call_before_backward(hook: Callable[[Tensor], Any], gradient: Tensor) -> None:
+    hook(gradient)
+
+
+_RULES: dict[Any, Callable[..., _Source | None]] = {
     Tensor.view: _reshape,
     Tensor.reshape: _reshape,
     torch.reshape: _reshape,
@@ -370,8 +429,6 @@ _RULES: dict[Any, Callable[..., _Source | Tensor | None]] = {
     Tensor.permute: _permute,
     torch.permute: _permute,
     Tensor.contiguous: _unchanged,
-    Tensor.detach: _detach,
-    F.cross_entropy: _cross_entropy,
 }
 _PROPERTIES = (
     "grad",
@@ -393,13 +450,35 @@ _METADATA = {
 }
 
 
-def defer_logits(head: nn.Linear, chunk_rows: int | None) -> tuple[HeadUse, Callable[[], None]]:
-    """Defer a head's logits while gradients are computed; returns their use, and a function that ends deferral."""
-    use = HeadUse(chunk_rows)
+class _Deferral:
+    """Forward pre-hook of a head; a copy of the model, also by pickle, has a hook without effect."""
+
+    def __init__(self, use: HeadUse) -> None:
+        self.use = use
 
     @torch.compiler.disable
-    def wrap(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
-        return (_head_input(args[0], use),) if torch.is_grad_enabled() and len(args) == 1 else None
+    def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        hidden = args[0] if len(args) == 1 else None
+        is_plain = type(hidden) is Tensor or isinstance(hidden, FakeTensor)
+        # A full backward hook would need the graph of the head's input.
+        if not is_plain or not torch.is_grad_enabled() or module._backward_hooks or module._backward_pre_hooks:
+            return None
+        assert hidden is not None
+        return None if hidden.is_nested else (_head_input(hidden, self.use),)
 
-    handle = head.register_forward_pre_hook(wrap)
-    return use, handle.remove
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _no_hook, ()
+
+
+def _no_hook() -> Callable[..., None]:
+    return _without_effect
+
+
+def _without_effect(module: nn.Module, args: tuple[Any, ...]) -> None:
+    """Return None: the arguments stay."""
+
+
+def defer_logits(head: nn.Linear, chunk_rows: int | None) -> tuple[HeadUse, Callable[[], None]]:
+    """Defer a head's logits while gradients are computed, and return their use and a function that ends deferral."""
+    use = HeadUse(chunk_rows)
+    return use, head.register_forward_pre_hook(_Deferral(use)).remove

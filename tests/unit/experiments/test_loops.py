@@ -161,9 +161,44 @@ def with_lightning(seed, **changes):
     return trainer, Module(), DataLoader(Augmented(), 8, shuffle=True)
 
 
-KINDS = (with_workers, with_lengths, with_stream, with_own_step, with_transformers, with_lightning)
+def with_accumulation(seed):
+    """A Trainer that counts labels over two batches, also a first label without prediction, and checkpoints."""
+    given = {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 4, "gradient_checkpointing": True}
+    trainer = with_transformers(seed, **given)
+    for module in trainer.model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    for index, row in enumerate(trainer.train_dataset):
+        row["labels"] = row["labels"].masked_fill(torch.arange(12) > 3 + index % 8, -100)
+    return trainer
 
 
+class ModuleOfKnownLength(Module):
+    def configure_optimizers(self):
+        found = adamw(self)
+        steps = int(self.trainer.estimated_stepping_batches)
+        return [found], [torch.optim.lr_scheduler.OneCycleLR(found, 1e-2, total_steps=steps)]
+
+
+def with_known_length(seed):
+    trainer, _, loader = with_lightning(seed, max_epochs=50)
+    return trainer, ModuleOfKnownLength(), loader
+
+
+KINDS = (
+    with_workers,
+    with_lengths,
+    with_stream,
+    with_own_step,
+    with_transformers,
+    with_accumulation,
+    with_lightning,
+    with_known_length,
+)
+
+
+@pytest.mark.filterwarnings("ignore:`gradient_checkpointing` is deprecated:FutureWarning")  # the older name is tested
+@pytest.mark.filterwarnings("ignore:`isinstance.treespec, LeafSpec:FutureWarning")  # Lightning's, of torch
 @pytest.mark.parametrize("setup", KINDS)
 def test_a_loop_of_each_kind_is_planned_and_compared_with_equal_losses(setup):
     found = trimtab.compare(setup, steps=STEPS, pairs=1, num_blocks=3)
@@ -172,7 +207,7 @@ def test_a_loop_of_each_kind_is_planned_and_compared_with_equal_losses(setup):
     assert found.speed().mean > 0
     assert found.memory() > 0
     # Dropout draws other masks where the plan splits or accumulates, so that losses differ by more than rounding.
-    limit = 5.0 if setup in (with_workers, with_stream, with_own_step, with_lightning) else 0.5
+    limit = 5.0 if setup in (with_workers, with_stream, with_own_step, with_lightning, with_known_length) else 0.5
     assert abs(found.loss_difference().mean) < limit
     assert found.table.select("loss", "baseline")
     assert found.verdict() == "no verdict"
@@ -210,6 +245,19 @@ def test_a_trainer_with_work_outside_its_step_is_refused():
         loop_setup.build(lambda seed: with_transformers(seed, neftune_noise_alpha=5.0), 0)
     with raises(ValueGivenError, code="setup.trainer_arguments"):
         loop_setup.build(lambda seed: with_lightning(seed, gradient_clip_val=1.0, gradient_clip_algorithm="value"), 0)
+
+
+def test_optimizers_that_cannot_be_configured_outside_of_fit_are_refused():
+    class Failing(Module):
+        def configure_optimizers(self):
+            raise KeyError("rate")
+
+    def setup(seed):
+        trainer, _, loader = with_lightning(seed)
+        return trainer, Failing(), loader
+
+    with raises(ValueGivenError, code="setup.configure_optimizers"):
+        loop_setup.build(setup, 0)
 
 
 def test_a_trainers_step_has_the_trainers_precision():

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import copy
+import pickle
 
 import pytest
 import torch
+from raising import raises
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from trimtab.core.errors import LossError
+from trimtab.nn import chunked_cross_entropy
 from trimtab.techniques.deferred_logits import DeferredLogits, defer_logits
 
 WORDS, WIDTH, CHUNK = 32, 8, 5
@@ -126,7 +130,46 @@ def last_classes(logits: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(logits[..., : WORDS // 2].reshape(-1, WORDS // 2), targets.view(-1) % (WORDS // 2))
 
 
+def accuracy_first(logits: Tensor, targets: Tensor) -> Tensor:
+    with torch.no_grad():
+        logits.argmax(-1)
+    return nanogpt(logits, targets) + 1e-3 * logits.square().mean()
+
+
+def own_function_first(logits: Tensor, targets: Tensor) -> Tensor:
+    return Squares.apply(logits) + nanogpt(logits, targets)
+
+
+def copy_changed(logits: Tensor, targets: Tensor) -> Tensor:
+    copied = logits[:, :-1].contiguous().float()
+    copied[..., 7] = -1e4
+    copied.div_(2)
+    return F.cross_entropy(copied.flatten(0, 1), targets[:, 1:].reshape(-1))
+
+
+def hooked(logits: Tensor, targets: Tensor) -> Tensor:
+    flat = logits.flatten(0, 1)
+    flat.register_hook(lambda slope: slope / 10)
+    return F.cross_entropy(flat, targets.flatten())
+
+
+def view_without_gradient(logits: Tensor, targets: Tensor) -> Tensor:
+    with torch.no_grad():
+        part = logits[:, :-1]
+    return nanogpt(part.contiguous(), targets[:, 1:].contiguous()) + nanogpt(logits, targets)
+
+
+def few_bits(logits: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten().to(torch.uint8))
+
+
 COMPUTED = (
+    accuracy_first,
+    own_function_first,
+    copy_changed,
+    hooked,
+    view_without_gradient,
+    few_bits,
     z_loss,
     weighted,
     each_token,
@@ -202,9 +245,82 @@ def test_without_gradients_and_after_undo_the_head_is_unchanged():
     assert not model.head._forward_pre_hooks
 
 
-def test_a_loss_without_counted_tokens_is_nan_as_in_torch():
+def test_a_loss_without_counted_tokens_is_nan_with_gradients_of_zero_as_in_torch():
     model = Plain()
     _, undo = defer_logits(model.head, CHUNK)
     loss = F.cross_entropy(model(TOKENS).view(-1, WORDS), torch.full((28,), -100))
     undo()
     assert loss.isnan()
+    loss.backward()
+    assert not any(each.grad.any() for each in model.parameters())
+
+
+@pytest.mark.parametrize("change", ["weight", "hidden"])
+def test_logits_that_are_read_after_a_change_of_their_operands_are_refused(change):
+    model = Plain()
+    _, undo = defer_logits(model.head, CHUNK)
+    hidden = torch.randn(3, WIDTH)
+    logits = model.head(hidden)
+    with torch.no_grad():
+        (model.head.weight if change == "weight" else hidden).mul_(2)
+    with raises(LossError, code="loss_chunk.read_late"):
+        logits.argmax(-1)
+    with raises(LossError, code="loss_chunk.read_late"):
+        F.cross_entropy(logits, torch.zeros(3, dtype=torch.int64))
+    undo()
+
+
+def test_detached_logits_keep_their_values_after_a_step():
+    model = Plain()
+    expected = model(TOKENS)
+    _, undo = defer_logits(model.head, CHUNK)
+    kept = model(TOKENS).detach()
+    undo()
+    with torch.no_grad():
+        model.head.weight.mul_(2)
+    assert torch.equal(kept, expected)
+    assert not kept.requires_grad
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_a_copy_of_the_model_is_not_deferred(duplicate):
+    model = Plain()
+    _, undo = defer_logits(model.head, CHUNK)
+    copied = duplicate(model)
+    undo()
+    assert type(copied(TOKENS)) is Tensor
+
+
+def test_a_head_with_a_full_backward_hook_is_not_deferred():
+    model, seen = Plain(), []
+    model.head.register_full_backward_hook(lambda module, inputs, outputs: seen.append(inputs[0]))
+    _, undo = defer_logits(model.head, CHUNK)
+    nanogpt(model(TOKENS), TARGETS).backward()
+    undo()
+    assert seen[0] is not None
+
+
+def test_a_model_in_double_precision_stays_so_under_autocast():
+    model = Plain().double()
+    _, undo = defer_logits(model.head, CHUNK)
+    with torch.autocast("cpu", torch.bfloat16):
+        hidden = torch.randn(28, WIDTH, dtype=torch.float64)
+        loss = F.cross_entropy(model.head(hidden), TARGETS.flatten())
+        undo()
+        expected = F.cross_entropy(model.head(hidden), TARGETS.flatten())
+    assert abs(loss.item() - expected.item()) < 1e-6
+
+
+@pytest.mark.parametrize("chunk_rows", [64, 1024])
+def test_many_tokens_in_bf16_lose_no_digits_of_the_sum(chunk_rows):
+    torch.manual_seed(0)
+    features, weight = torch.randn(16384, 32), torch.randn(WORDS, 32)
+    targets = torch.randint(WORDS, (16384,))
+    exact = F.cross_entropy(features @ weight.t(), targets, reduction="sum")
+    half = features.bfloat16().requires_grad_(), weight.bfloat16().requires_grad_()
+    total = chunked_cross_entropy(*half, None, targets, chunk_rows)
+    total.backward()
+    assert abs(total.item() / exact.item() - 1) < 2e-3
+    plain = weight.clone().requires_grad_()
+    F.cross_entropy(features @ plain.t(), targets, reduction="sum").backward()
+    assert (half[1].grad - plain.grad).norm() < 1e-2 * plain.grad.norm()
