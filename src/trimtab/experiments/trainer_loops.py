@@ -50,7 +50,8 @@ def _of_transformers(trainer: Any) -> Loop:
     _refuse_outside_step(args)
     # In newer releases, "gradient_checkpointing" is a former name of "activation_checkpointing".
     if getattr(args, "activation_checkpointing", None) or args.gradient_checkpointing:
-        trainer.model.gradient_checkpointing_enable(args.gradient_checkpointing_kwargs)
+        enable = getattr(trainer.model, "activation_checkpointing_enable", None)
+        (enable or trainer.model.gradient_checkpointing_enable)(args.gradient_checkpointing_kwargs)
     loader = trainer.get_train_dataloader()
     epochs = args.num_train_epochs / args.gradient_accumulation_steps
     steps = int(args.max_steps) if args.max_steps > 0 else _num_steps(loader, epochs)
