@@ -23,7 +23,7 @@ import reference
 LOGS = ("CHANGELOG.md", "docs/LOG.md")
 LIVING = [name for name in NAMES if name not in LOGS]
 LANGUAGES = {"", "python", "console", "bash", "diff", "text"}
-EXAMPLES = {"my_task.py", "file.py"}  # of a reader's own
+EXAMPLES = {"my_loop.py", "my_task.py", "file.py"}  # of a reader's own
 TARGET = re.compile(r"^([\w-]+):", re.MULTILINE)
 
 
