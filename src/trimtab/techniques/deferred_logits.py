@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -240,7 +241,7 @@ def _of_logits(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if ours is not None and not ours.shared.is_computed and torch.is_grad_enabled():
         if func is Tensor.register_hook and _is_of_fsdp(args[1]):
             ours.shared.hooks.append(args[1])
-            return RemovableHandle({})
+            return RemovableHandle(OrderedDict())
         if func is F.cross_entropy:
             result = _cross_entropy(ours.source, ours.shared, *args[1:], **kwargs)
             if result is not None:
@@ -442,6 +443,11 @@ _PROPERTIES = (
     "layout",
     "is_cuda",
     "is_cpu",
+    "is_meta",
+    "is_nested",
+    "is_sparse",
+    "is_quantized",
+    "_base",
 )
 _METADATA = {
     *(getattr(Tensor, name).__get__ for name in _PROPERTIES),
