@@ -62,8 +62,9 @@ class LossHead(nn.Linear):
         rows, words = features.flatten(0, -2), targets.flatten()
         chunk_rows = self.chunk_rows or len(rows)
         if torch.is_grad_enabled() and chunk_rows < len(rows):
-            rows, weight, bias = _in_autocast_dtype(rows, self.weight, self.bias)
-            total = chunked_cross_entropy(rows, weight, bias, words, chunk_rows)
+            dtype = product_dtype(rows)
+            bias = None if self.bias is None else self.bias.to(dtype)
+            total = chunked_cross_entropy(rows.to(dtype), self.weight.to(dtype), bias, words, chunk_rows)
         else:
             parts = zip(rows.split(chunk_rows), words.split(chunk_rows), strict=True)
             total = torch.stack([_summed(self(r), w) for r, w in parts]).sum()
@@ -83,13 +84,11 @@ def _summed(logits: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(logits.to(exact), targets, ignore_index=IGNORED, reduction="sum")
 
 
-def _in_autocast_dtype(*tensors: Tensor | None) -> tuple[Any, ...]:
-    """Return tensors in the autocast dtype, if autocast is enabled."""
-    kind = next(each.device.type for each in tensors if each is not None)
-    if not torch.is_autocast_enabled(kind):
-        return tensors
-    dtype = torch.get_autocast_dtype(kind)
-    return tuple(None if each is None else each.to(dtype) for each in tensors)
+def product_dtype(features: Tensor) -> torch.dtype:
+    """Return the dtype of a linear product: the autocast dtype if enabled, which does not apply to float64."""
+    kind = features.device.type
+    is_cast = torch.is_autocast_enabled(kind) and features.dtype is not torch.float64
+    return torch.get_autocast_dtype(kind) if is_cast else features.dtype
 
 
 def chunked_cross_entropy(

@@ -77,6 +77,14 @@ for stage in (0, 1, 2, 3):
             "tokens": hook.use.tokens,
             "computed_by": list(hook.use.computed_by),
         }
+from torch.distributed.fsdp import fully_shard
+
+own = Plain(False)
+fully_shard(own)
+try:
+    trimtab.start(own, torch.optim.SGD(own.parameters(), lr=0.5), trimtab.Plan.fixed(ROWS, loss_chunk=5))
+except trimtab.errors.TrimtabError as error:
+    told["own shards"] = error.code
 (folder / f"rank-{rank}.json").write_text(json.dumps(told))
 dist.barrier()
 os._exit(0)
@@ -97,3 +105,7 @@ def test_chunks_on_ranks_train_as_one_process(trained, stage, loss):
         told = each[f"{stage}/{loss}"]
         assert told["difference"] < 1e-6, told
         assert (told["tokens"], told["computed_by"]) == (3 * 3 * 8, []), told
+
+
+def test_a_model_that_the_user_shards_is_refused(trained):
+    assert [each["own shards"] for each in trained] == ["loss_chunk.sharded"] * 2

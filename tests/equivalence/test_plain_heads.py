@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import copy
+import itertools
 
 import pytest
 import torch
+from raising import raises
 from torch import nn
 from torch.nn import functional as F
 
 import trimtab
 from trimtab.core.errors import ModelError
 from trimtab.profiling.loop_facts import loop_facts
+from trimtab.settings import SETTINGS
+from trimtab.settings.base import LiveLoop
 from trimtab.settings.loss_chunk import LEAST_CLASSES, plain_head
 
 WORDS, ROWS, CONTEXT, STEPS = LEAST_CLASSES, 6, 8, 3
@@ -119,7 +123,50 @@ def test_planning_names_an_operation_that_needs_the_logits():
 def test_small_layers_are_no_heads():
     model = nn.Linear(4, LEAST_CLASSES - 1)
     assert plain_head(model) is None
-    with pytest.raises(ModelError):
+    with raises(ModelError, code="loss_chunk.no_head"):
         trimtab.start(model, torch.optim.SGD(model.parameters(), lr=0.1), trimtab.Plan.fixed(4, loss_chunk=2))
     facts = loop_facts(model, torch.optim.SGD(model.parameters(), lr=0.1), 4, {})
     assert facts.head_tokens is None
+
+
+def test_logits_that_only_some_steps_need_are_computed_there_and_reported():
+    """An accuracy in every second step, which planning may not have seen."""
+    torch.manual_seed(0)
+    own = Plain()
+    trimmed, calls = copy.deepcopy(own), itertools.count()
+
+    def loss_fn(model, batch):
+        logits, targets = model(batch["input_ids"]), batch["input_ids"]
+        if next(calls) % 2:
+            with torch.no_grad():
+                (logits.argmax(-1) == targets).float().mean()
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+    optimizer = torch.optim.SGD(own.parameters(), lr=0.5)
+    for batch in batches(False):
+        optimizer.zero_grad()
+        loss_fn(own, batch).backward()
+        optimizer.step()
+    optimizer = torch.optim.SGD(trimmed.parameters(), lr=0.5)
+    run = trimtab.start(trimmed, optimizer, trimtab.Plan.fixed(ROWS, loss_chunk=5))
+    for window in run.windows(batches(False)):
+        run.train_step(window, loss_fn)
+    with pytest.warns(UserWarning, match="argmax"):
+        run.close()
+    for a, b in zip(trimmed.parameters(), own.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+
+
+def test_a_model_that_the_user_compiles_is_refused():
+    model = Plain()
+    model.compile(backend="eager")
+    with raises(ModelError, code="loss_chunk.no_head"):
+        trimtab.start(model, torch.optim.SGD(model.parameters(), lr=0.1), trimtab.Plan.fixed(ROWS, loss_chunk=5))
+
+
+def test_a_head_whose_weight_deepspeed_divides_is_refused():
+    model = Plain()
+    plan = trimtab.Plan.fixed(ROWS, loss_chunk=5, num_ranks=2, zero_stage=3, engine="deepspeed")
+    loop = LiveLoop(model, model, torch.optim.SGD(model.parameters(), lr=0.1), plan)
+    with raises(ModelError, code="loss_chunk.sharded"):
+        SETTINGS["loss_chunk"].require(loop, 5)

@@ -178,3 +178,12 @@ def test_what_does_not_fit_and_a_second_backward_are_refused(problem):
     total.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match=r"second (backward|time)|retain"):
         total.backward()
+
+
+def test_a_head_in_double_precision_stays_so_under_autocast():
+    head = LossHead(8, 16, chunk_rows=3).double()
+    features, targets = torch.randn(7, 8, dtype=torch.float64), torch.arange(7)
+    expected, _ = head.loss(features, targets)
+    with torch.autocast("cpu", torch.bfloat16):
+        found, _ = head.loss(features, targets)
+    assert found.item() == pytest.approx(expected.item(), rel=1e-12)

@@ -318,7 +318,7 @@ def headline_of(found: Comparison) -> str:
         )
     if arm in found.plans and not found.changes.get(arm, found.plans[arm].changes):
         again = found.speed(arm)
-        measured = "" if again is None else f" Measured again, it runs at {speed_in_words(again)} (not significant)."
+        measured = "" if again is None else f" The same loop, measured again: {speed_in_words(again)}."
         return f"{found.verdict(arm)}: {name} changes nothing in {base}.{measured}"
     measured = found.speed(arm)
     text = "speed unknown" if measured is None else f"{speed_in_words(measured)} the speed of {base}"

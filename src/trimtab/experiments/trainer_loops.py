@@ -5,7 +5,6 @@ Neither package is imported, because the user passes the trainer. Logging, callb
 
 from __future__ import annotations
 
-import contextlib
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -16,6 +15,7 @@ from torch import Tensor, nn
 from trimtab.core.errors import ValueGivenError
 from trimtab.core.objective import Reference
 from trimtab.experiments.loops import Loop
+from trimtab.integrations.trainer_rules import counting_alone
 from trimtab.losses import Summed
 
 _IGNORED = -100  # Label of Transformers' losses for tokens that do not count.
@@ -87,7 +87,7 @@ def _of_transformers(trainer: Any) -> Loop:
 
     def loss_fn(model: nn.Module, batch: Any) -> Any:
         # The Trainer's own count, which in some releases includes a first token without prediction.
-        with _counting_alone(args):
+        with counting_alone(args):
             count = trainer.get_batch_samples(iter([batch]), 1, args.device)[1]
             if count is not None:
                 terms = torch.as_tensor(count).clamp(min=1)
@@ -109,19 +109,6 @@ def _of_transformers(trainer: Any) -> Loop:
         accumulate=accumulate,
         reference=Reference(precision, clip_norm=clip_norm),
     )
-
-
-@contextlib.contextmanager
-def _counting_alone(args: Any) -> Iterator[None]:
-    """Let the Trainer count the tokens of this rank only, because a run sums over ranks."""
-    before = getattr(args, "average_tokens_across_devices", None)
-    if before is not None:
-        args.average_tokens_across_devices = False
-    try:
-        yield
-    finally:
-        if before is not None:
-            args.average_tokens_across_devices = before
 
 
 def _refuse_outside_step(args: Any) -> None:

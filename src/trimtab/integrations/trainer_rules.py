@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
 from types import MethodType
 from typing import Any
@@ -23,6 +23,17 @@ from trimtab.training.run import Run
 
 # Seconds: the default timeout of torch's gloo groups. A checkpoint of the trainer may delay a rank for minutes.
 LIMIT_S = 1800.0
+
+
+@contextlib.contextmanager
+def counting_alone(arguments: Any) -> Iterator[None]:
+    """Restrict a Transformers Trainer's token counts to this rank within the block: a run adds up the ranks' counts."""
+    before = arguments.average_tokens_across_devices
+    arguments.average_tokens_across_devices = False
+    try:
+        yield
+    finally:
+        arguments.average_tokens_across_devices = before
 
 
 def following(plan: Plan | None, precision: str) -> Plan | None:

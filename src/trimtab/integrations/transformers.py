@@ -36,6 +36,7 @@ from trimtab.integrations.join_batches import WindowBatches
 from trimtab.integrations.planning_messages import announced
 from trimtab.integrations.trainer_rules import (
     checked_plan,
+    counting_alone,
     following,
     refuse_arguments,
     require_shared,
@@ -144,7 +145,7 @@ class TrimtabTrainer(Trainer):
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> tuple[list[Any], Tensor | int | None]:
         """Draw a window's batches as in `Trainer`, counting on this rank only, since the run sums over ranks."""
         self._collected = []  # A callback may have ended an epoch within a window.
-        with self._alone():
+        with counting_alone(self.args):
             return super().get_batch_samples(*args, **kwargs)
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
@@ -170,20 +171,11 @@ class TrimtabTrainer(Trainer):
         is_drawn = own.get_batch_samples is TrimtabTrainer.get_batch_samples
         return is_drawn and getattr(own, name, None) is getattr(Trainer, name, self)
 
-    @contextlib.contextmanager
-    def _alone(self) -> Iterator[None]:
-        """Restrict the Trainer's counting to this rank within the block: the run weighs by the counts of all ranks."""
-        before, self.args.average_tokens_across_devices = self.args.average_tokens_across_devices, False
-        try:
-            yield
-        finally:
-            self.args.average_tokens_across_devices = before
-
     def _counted_loss(self, model: nn.Module, micro: Any) -> Any:
         """Return the Trainer's loss of a micro-batch: a `Summed`, or a mean over samples without a token count."""
         count = self._count(micro)
         micro = {**micro}  # A copy: the Trainer removes labels from its inputs, and a window may be repeated.
-        with self._alone():
+        with counting_alone(self.args):
             if count is None:
                 return self.compute_loss(model, micro)
             is_part = self._num_ranks > 1 or not self._labels.is_whole(len(micro.get("labels", ())))

@@ -16,9 +16,7 @@ from trimtab.measure.flops import count_flops
 from trimtab.plans.profile import LoopFacts
 from trimtab.profiling.measurement_notes import Notes, loss_failed
 from trimtab.profiling.training_loop import TrainingLoop
-from trimtab.settings.loss_chunk import plain_head
 from trimtab.techniques.compiled_call import is_compiled
-from trimtab.techniques.deferred_logits import defer_logits
 from trimtab.techniques.memory_format import is_channels_last, sparse_module
 from trimtab.techniques.optimizer_self_test import fused_difference
 from trimtab.techniques.optimizers import is_fused, supports_fused
@@ -72,37 +70,6 @@ def with_tested_step(facts: LoopFacts, optimizer: torch.optim.Optimizer) -> Loop
         return facts
     refusal = f"the fused step of {facts.optimizer} differs from its unfused step on this machine: {difference}"
     return replace(facts, supports_fused=False, fused_refusal=refusal)
-
-
-class PlainHeadUse(NamedTuple):
-    """Use of the logits of a plain linear head in a step.
-
-    Attributes:
-        tokens: number of tokens in the cross-entropy of the head's logits, by head; empty if chunks are not possible.
-        refusal: the reason if chunks are not possible although the model has a large linear layer, or "".
-    """
-
-    tokens: dict[nn.Linear, int]
-    refusal: str = ""
-
-
-NO_HEAD = PlainHeadUse({})
-
-
-def plain_head_use(subject: TrainingLoop, precision: str) -> PlainHeadUse:
-    """Run the forward of the example batch with deferred logits, and return the use of the model's head."""
-    head = plain_head(subject.model)
-    if head is None:
-        return NO_HEAD
-    use, undo = defer_logits(head, None)
-    try:
-        subject.loss(precision=precision)
-    finally:
-        undo()
-    if use.computed_by:
-        names = ", ".join(use.computed_by)
-        return PlainHeadUse({}, f"the loop computes with the logits themselves ({names}), not only their cross-entropy")
-    return PlainHeadUse({head: use.tokens} if use.tokens else {})
 
 
 class SoftmaxDetector(EagerDispatchMode):

@@ -41,15 +41,7 @@ from trimtab.plans.profile import (
 from trimtab.profiling.block_profile import measure_recomputable, num_steps
 from trimtab.profiling.candidate_traces import trace_candidates, trace_for_others
 from trimtab.profiling.gradient_equivalence import check_splitting
-from trimtab.profiling.loop_facts import (
-    NO_HEAD,
-    count_step,
-    is_of_loss,
-    loop_facts,
-    plain_head_use,
-    require_plain_step,
-    with_tested_step,
-)
+from trimtab.profiling.loop_facts import count_step, is_of_loss, loop_facts, require_plain_step, with_tested_step
 from trimtab.profiling.measurement_notes import (
     CallbackError,
     Notes,
@@ -63,7 +55,7 @@ from trimtab.profiling.smoke_test import CrashTest
 from trimtab.profiling.target_device import trace_blocks_for_others
 from trimtab.profiling.training_loop import TrainingLoop, one_at_a_time, own_loss
 from trimtab.profiling.trials import TrialPower, run_stage
-from trimtab.settings.loss_chunk import count_head_tokens
+from trimtab.settings.loss_chunk import PlainHeadUse, count_head_tokens, plain_head_use
 from trimtab.state import process_state
 from trimtab.state.loop_state import LoopState, unchanged_by
 from trimtab.state.peak_memory import forget_peak, is_profiled
@@ -333,7 +325,7 @@ def _search_restarting_under_load(search: _Search, profile: Profile) -> Profile:
 
 @dataclass
 class _Search:
-    """The measurements of a loop that the planner requests; `start` is the time at which planning began."""
+    """The measurements requested by the planner; `start` is the time when planning began."""
 
     subject: TrainingLoop
     snapshot: LoopState
@@ -486,8 +478,8 @@ def _facts(subject: TrainingLoop, precision: str, notes: Notes, hooks: tuple[Gra
     plain = notes.attempt(
         "loss_head.not_watched",
         "chunks of the last layer's logits were not tried, because the layer could not be observed",
-        lambda: plain_head_use(subject, precision),
-        NO_HEAD,
+        lambda: plain_head_use(model, lambda: subject.loss(precision=precision)),
+        PlainHeadUse({}),
     )
     hazard = notes.attempt(
         "memory_layout.not_checked",

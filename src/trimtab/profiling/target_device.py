@@ -31,9 +31,8 @@ from trimtab.profiling.candidate_traces import HERE, MIN_SAMPLES, apply_candidat
 from trimtab.profiling.loop_facts import loop_facts
 from trimtab.profiling.measurement_notes import describe
 from trimtab.profiling.training_loop import TrainingLoop, one_at_a_time
-from trimtab.settings.loss_chunk import count_head_tokens, plain_head
+from trimtab.settings.loss_chunk import count_head_tokens, plain_head_use
 from trimtab.techniques.activation_checkpointing import use_schedule
-from trimtab.techniques.deferred_logits import defer_logits
 from trimtab.techniques.mixed_precision import autocast
 from trimtab.techniques.optimizers import check_ownership
 from trimtab.training.batch import BY_CONTAINERS, BatchSplitting
@@ -206,24 +205,12 @@ def _facts(model: nn.Module, optimizer: torch.optim.Optimizer, loss_fn: LossFn, 
     try:
         with fakes, torch.no_grad(), count_head_tokens(model_there) as heads:
             loss_fn(model_there, batch_there)
-        heads |= _plain_heads(fakes, model_there, loss_fn, batch_there)
+        with fakes, torch.enable_grad():
+            plain = plain_head_use(model_there, lambda: loss_fn(model_there, batch_there))
     except Exception as error:
         raise cannot_trace(error) from error
-    return loop_facts(model, optimizer, BY_CONTAINERS.require(batch), heads)
-
-
-def _plain_heads(fakes: FakeTensors, model: nn.Module, loss_fn: LossFn, batch: Any) -> dict[nn.Linear, int]:
-    """Return the number of tokens in the cross-entropy of a plain head's logits; empty if chunks are not possible."""
-    head = plain_head(model)
-    if head is None:
-        return {}
-    use, undo = defer_logits(head, None)
-    try:
-        with fakes, torch.enable_grad():
-            loss_fn(model, batch)
-    finally:
-        undo()
-    return {head: use.tokens} if use.tokens and not use.computed_by else {}
+    facts = loop_facts(model, optimizer, BY_CONTAINERS.require(batch), heads | plain.tokens)
+    return replace(facts, head_refusal=plain.refusal)
 
 
 def _of_rows(facts: LoopFacts, rows: int | None) -> LoopFacts:

@@ -1,7 +1,7 @@
-"""Chunked loss head: the number of tokens whose logits are held at once.
+"""Chunked loss head: the number of tokens with logits held at once.
 
-A `trimtab.nn.LossHead` computes its loss in chunks by itself. In other models the logits of the last linear layer are
-deferred until `cross_entropy` consumes them (`trimtab.techniques.deferred_logits`).
+A `trimtab.nn.LossHead` supports chunks directly. In models without a `LossHead`, the logits of the last linear layer
+are deferred until `cross_entropy` (`trimtab.techniques.deferred_logits`).
 """
 
 from __future__ import annotations
@@ -9,12 +9,13 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from trimtab.core import validation
 from trimtab.core.choice import Effect, Note, Scalar
 from trimtab.core.errors import ModelError
 from trimtab.settings.base import LiveLoop, Setting, Undo
+from trimtab.settings.sharding import weight_sharding
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -72,9 +73,9 @@ class LossChunk(Setting):
 
     def require(self, loop: LiveLoop, value: Scalar) -> None:
         require_heads(loop.model, int(value or 0))
-        head, stage, engine = plain_head(loop.model), loop.plan.zero_stage.value, loop.plan.engine.value
-        is_whole = not hasattr(head and head.weight, "placements") or stage is not None
-        if head is not None and (not is_whole or (stage == 3 and engine != "torch")):
+        head = plain_head(loop.model)
+        # Settings are checked before the plan shards the model, so a sharded weight is the user's.
+        if head is not None and (hasattr(head.weight, "placements") or weight_sharding(loop.plan) == "deepspeed"):
             raise ModelError(
                 "plan.loss_chunk",
                 got=f"{value} for a last layer with a sharded weight",
@@ -85,20 +86,11 @@ class LossChunk(Setting):
             )
 
     def apply(self, loop: LiveLoop, value: Scalar) -> Undo | None:
-        from trimtab.techniques.deferred_logits import defer_logits
-
-        if (head := plain_head(loop.model)) is None:
-            return use_chunks(loop.model, int(value or 0))
-        use, remove = defer_logits(head, int(value or 0))
-        reshard = _keep_gathered(loop.model, head) if loop.plan.zero_stage.value == 3 else None
-
-        def undo() -> None:
-            remove()
-            if reshard is not None:
-                reshard()
-            _warn_of_no_effect(use)
-
-        return undo
+        undo, head = contextlib.ExitStack(), plain_head(loop.model)
+        undo.callback(use_chunks(loop.model, int(value or 0)))
+        if head is not None and weight_sharding(loop.plan) == "torch":
+            undo.callback(_keep_gathered(loop.model, head))
+        return undo.close
 
 
 def _warn_of_no_effect(use: HeadUse) -> None:
@@ -106,7 +98,7 @@ def _warn_of_no_effect(use: HeadUse) -> None:
     if use.computed_by or (use.num_calls and not use.tokens):
         names = ", ".join(use.computed_by) or "no cross_entropy"
         warnings.warn(
-            f"plan.loss_chunk had no effect in some or all steps, because the loop computes with the logits "
+            "plan.loss_chunk had no effect in some or all steps, because the loop computes with the logits "
             f"themselves ({names}).",
             UserWarning,
             stacklevel=2,
@@ -121,9 +113,10 @@ def loss_heads(model: nn.Module) -> tuple[LossHead, ...]:
 
 
 def plain_head(model: nn.Module) -> nn.Linear | None:
-    """Return the model's last linear layer, whose logits can be deferred; None if it has few outputs.
+    """Return the model's last linear layer as the head to defer; None for fewer than `LEAST_CLASSES` outputs.
 
-    None for a model with a `trimtab.nn.LossHead`, and for a model that the user compiles, which ignores later hooks.
+    None also for a model with a `trimtab.nn.LossHead`, and for a compiled model, because compiled code ignores hooks
+    added later.
     """
     from torch import nn
 
@@ -165,7 +158,7 @@ def require_heads(model: nn.Module, chunk_rows: int) -> None:
 
 
 def use_chunks(model: nn.Module, chunk_rows: int) -> Callable[[], None]:
-    """Set the chunk size of every loss head; return a function that restores the previous sizes.
+    """Set the chunk size of every loss head, or defer the logits of the last layer; return a function to undo this.
 
     Raises:
         ModelError: the model has no loss head.
@@ -174,7 +167,13 @@ def use_chunks(model: nn.Module, chunk_rows: int) -> Callable[[], None]:
 
     require_heads(model, chunk_rows)
     if (plain := plain_head(model)) is not None:
-        return defer_logits(plain, chunk_rows)[1]
+        use, remove = defer_logits(plain, chunk_rows)
+
+        def end() -> None:
+            remove()
+            _warn_of_no_effect(use)
+
+        return end
     heads = loss_heads(model)
     before = [(head, head.chunk_rows) for head in heads]
 
@@ -207,3 +206,33 @@ def count_head_tokens(model: nn.Module) -> Iterator[dict[nn.Linear, int]]:
     finally:
         for head in heads:
             vars(head).pop("loss", None)
+
+
+class PlainHeadUse(NamedTuple):
+    """Use of the logits of a plain linear head in a step.
+
+    Attributes:
+        tokens: number of tokens in the cross-entropy of the logits, by head; empty if chunks are not possible.
+        refusal: the reason if chunks are not possible although the model has a large linear layer, or "".
+    """
+
+    tokens: dict[nn.Linear, int]
+    refusal: str = ""
+
+
+def plain_head_use(model: nn.Module, forward: Callable[[], object]) -> PlainHeadUse:
+    """Run a forward up to the loss with deferred logits, and return the use of the model's plain head."""
+    from trimtab.techniques.deferred_logits import defer_logits
+
+    head = plain_head(model)
+    if head is None:
+        return PlainHeadUse({})
+    use, undo = defer_logits(head, None)
+    try:
+        forward()
+    finally:
+        undo()
+    if use.computed_by:
+        names = ", ".join(use.computed_by)
+        return PlainHeadUse({}, f"the loop computes with the logits themselves ({names}), not only their cross-entropy")
+    return PlainHeadUse({head: use.tokens} if use.tokens else {})

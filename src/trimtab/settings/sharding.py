@@ -126,6 +126,11 @@ SHARDING: tuple[Setting, ...] = (ZeroStage(), Engine(), ReduceDtype(), BucketByt
 KEPT: dict[str, Scalar] = {setting.name: setting.default for setting in SHARDING[1:]}
 
 
+def weight_sharding(plan: Plan) -> str:
+    """Return the engine that divides the weights among ranks between forward and backward (ZeRO stage 3), or ""."""
+    return str(plan.engine.value) if plan.zero_stage.value == 3 else ""
+
+
 def stages_with(name: str, engine: Scalar) -> tuple[int, ...]:
     """Return the ZeRO stages that support another value than the default, for a setting with limited support."""
     if engine == "deepspeed":

@@ -85,12 +85,12 @@ def set_allocator_mode(wanted: str) -> None:
 
 @contextlib.contextmanager
 def separate_heaps() -> Iterator[None]:
-    """Compare loops in one process, some of which retain memory: the others must not be served from that memory.
+    """Prevent loops with returned memory from reusing memory retained by loops in the same process.
 
-    glibc maps a large block only if no free block fits. After a loop that retained memory, a loop in mode "keep" would
-    therefore find its blocks without a page fault, as it never would alone. Within this context, large free blocks are
-    held back while the mode is "keep", and given back for "retain"; on exit they return to the operating system. The
-    process may need the memory of both loops at the same time; at most a quarter of the machine's memory is held back.
+    glibc maps a large block only if no free block fits. After a loop in mode "retain", a loop in mode "keep" would find
+    blocks without page faults. Within this context, large free blocks are held back in mode "keep" and freed for
+    "retain"; on exit, the operating system gets the memory back. The process may need the memory of both loops at the
+    same time; the context holds back at most a quarter of the machine's memory.
     """
     global _parked
     if _parked is not None or not can_retain():

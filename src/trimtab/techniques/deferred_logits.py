@@ -1,8 +1,8 @@
-"""Deferred logits: a model with a plain linear head computes its loss in chunks, without a change of its code.
+"""Deferred logits: a model with a linear head computes the loss in chunks, without a change of the model's code.
 
-While deferral is active, the head returns a tensor without values that stands for hidden states and weight. Reshaping,
-casts and slices of tokens stay deferred. `cross_entropy` becomes the chunked loss of `trimtab.nn`. Any other operation
-computes the logits and continues with them, as if nothing had been deferred, and is recorded.
+While deferral is active, the head returns a tensor without values, which represents hidden states and weight.
+Reshaping, casts and slices of tokens stay deferred, and `cross_entropy` becomes the chunked loss of `trimtab.nn`. Any
+further operation computes the logits and is recorded; results are as without deferral.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
 from trimtab.core.errors import LossError
-from trimtab.nn import chunked_cross_entropy
+from trimtab.nn import chunked_cross_entropy, product_dtype
 
 
 @dataclass
@@ -32,8 +32,8 @@ class HeadUse:
     Attributes:
         chunk_rows: tokens per chunk, or None to compute all logits in the loss.
         num_calls: number of calls of the head with gradients.
-        tokens: number of tokens whose loss was computed from deferred logits.
-        computed_by: operations that needed the logits themselves, in order, without duplicates.
+        tokens: number of tokens in losses of deferred logits.
+        computed_by: operations on the values of the logits, in order, without duplicates.
     """
 
     chunk_rows: int | None
@@ -48,8 +48,9 @@ class _Source:
 
     Args:
         hidden: (..., in_features).
-        dtype: of the product: the autocast dtype, or that of the hidden states.
+        dtype: of the product (`trimtab.nn.product_dtype`).
         out_dtype: of the logits.
+        versions: in-place changes of the operands at the call of the head.
         classes_second: True for logits of shape (N, classes, ...), as cross_entropy takes them.
     """
 
@@ -101,7 +102,7 @@ def versions_of(*tensors: Tensor | None) -> tuple[int, ...]:
 
 
 class _HeadInput(Tensor):
-    """Hidden states on their way into a head; their linear product is deferred."""
+    """Hidden states as the input of a head; the linear product is deferred."""
 
     hidden: Tensor
     use: HeadUse
@@ -122,15 +123,13 @@ def _of_head_input(func: Any, args: Any, kwargs: Any) -> Any:
     if func is not F.linear:
         return func(*args, **kwargs)
     hidden, weight, bias = _linear_arguments(*args, **kwargs)
-    kind = hidden.device.type
-    is_cast = torch.is_autocast_enabled(kind) and hidden.dtype is not torch.float64
-    dtype = torch.get_autocast_dtype(kind) if is_cast else hidden.dtype
+    dtype = product_dtype(hidden)
     use.num_calls += 1
     return _deferred(_Source(hidden, weight, bias, dtype, dtype, use, versions_of(hidden, weight, bias)), _Shared())
 
 
 class _WrappedHeadInput(_HeadInput):
-    """The same for a tensor of another class."""
+    """Head input of a tensor subclass, such as a fake tensor."""
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -139,7 +138,7 @@ class _WrappedHeadInput(_HeadInput):
 
 
 def _head_input(hidden: Tensor, use: HeadUse) -> _HeadInput:
-    """Return hidden states as the input of a head; without a graph of its own, which the compiler does not trace."""
+    """Return hidden states as the input of a head, detached, because the compiler does not trace a second graph."""
     made: _HeadInput
     if type(hidden) is Tensor:
         made = hidden.detach().as_subclass(_HeadInput)
@@ -152,20 +151,19 @@ def _head_input(hidden: Tensor, use: HeadUse) -> _HeadInput:
 
 
 def _linear_arguments(
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
+    input: Tensor, weight: Tensor, bias: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return the arguments of `torch.nn.functional.linear`, given by position or name."""
     return input, weight, bias
 
 
 @dataclass
 class _Shared:
-    """State of a head's result and of everything made of it, which may share memory.
+    """State shared by a head's result and all tensors made from the result by reshaping, casts and slices.
 
     Attributes:
-        is_computed: True after one of them was computed; from then on, none is deferred.
-        hooks: hooks of torch's FSDP, which run before the backward of the logits and do not change gradients.
+        is_computed: True after the first computation of logits; later operations are not deferred.
+        hooks: hooks of torch's FSDP, called before the backward of the logits; gradients stay unchanged.
     """
 
     is_computed: bool = False
@@ -174,7 +172,7 @@ class _Shared:
 
 @dataclass(frozen=True)
 class _Origin:
-    """The operation that made deferred logits of others."""
+    """The operation between two deferred tensors."""
 
     parent: DeferredLogits
     function: Any
@@ -183,10 +181,9 @@ class _Origin:
 
 
 class DeferredLogits(Tensor):
-    """Logits that are computed only when an operation needs them.
+    """Logits, computed at the first operation on the values.
 
-    The tensor is a node of autograd's graph like the logits themselves, so that an operation in C++ that the Python
-    level does not see still has the right gradient.
+    The tensor is a node of autograd's graph, so gradients are right also for C++ operations without Python dispatch.
     """
 
     source: _Source
@@ -206,7 +203,7 @@ class DeferredLogits(Tensor):
         return f"DeferredLogits(shape={self.source.shape}, dtype={self.source.out_dtype})"
 
     def computed(self, name: str) -> Tensor:
-        """Return the logits for an operation; computed once, with their graph also where gradients are disabled."""
+        """Return the logits for an operation; computed once, always with a graph, also under `no_grad`."""
         if self.result is None:
             self.shared.is_computed = True
             self.source.use.computed_by[name] = None
@@ -235,7 +232,7 @@ class DeferredLogits(Tensor):
 
 @torch.compiler.disable
 def _of_logits(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return the result of an operation: deferred if a rule keeps it so, else of the computed logits."""
+    """Return the result of an operation: deferred if a rule permits, or from the computed logits."""
     ours = args[0] if args and isinstance(args[0], DeferredLogits) else None
     # A view that is made without gradients has none later.
     if ours is not None and not ours.shared.is_computed and torch.is_grad_enabled():
@@ -293,7 +290,7 @@ class _Product(torch.autograd.Function):
         return (None, None, None, *each, *([None] if source.bias is None else []))
 
 
-# Rules: the source of the result if it is deferred, the result itself, or None to compute the logits.
+# Rules for operations: the source of a deferred result, or None to compute the logits.
 
 
 def _reshape(source: _Source, *shape: Any, **named: Any) -> _Source | None:
@@ -316,15 +313,13 @@ def _flatten(source: _Source, start_dim: int = 0, end_dim: int = -1) -> _Source 
 
 
 def _index(source: _Source, index: Any) -> _Source | None:
-    """Slice tokens; an index of classes or by a tensor needs the logits, because the order of dimensions may change."""
+    """Slice tokens. An index of classes, or by a tensor, may change the order of dimensions and needs the logits."""
     parts = index if isinstance(index, tuple) else (index,)
     if source.classes_second or not all(part is Ellipsis or isinstance(part, slice | int) for part in parts):
         return None
     named = [part for part in parts if part is not Ellipsis]
     reaches_classes = len(named) >= len(source.shape) or (Ellipsis in parts and parts[-1] is not Ellipsis)
-    if not reaches_classes:
-        return replace(source, hidden=source.hidden[index])
-    if parts[-1] != slice(None) or isinstance(parts[-1], int):
+    if reaches_classes and parts[-1] != slice(None):
         return None
     return replace(source, hidden=source.hidden[index])
 
@@ -485,6 +480,6 @@ def _without_effect(module: nn.Module, args: tuple[Any, ...]) -> None:
 
 
 def defer_logits(head: nn.Linear, chunk_rows: int | None) -> tuple[HeadUse, Callable[[], None]]:
-    """Defer a head's logits while gradients are computed, and return their use and a function that ends deferral."""
+    """Defer a head's logits while gradients are computed; return the record of use and a function to end deferral."""
     use = HeadUse(chunk_rows)
     return use, head.register_forward_pre_hook(_Deferral(use)).remove

@@ -129,6 +129,21 @@ def test_a_loop_that_returns_memory_is_not_served_from_the_memory_of_one_that_re
                 process_state.set_allocator_mode("keep")
 
 
+@pytest.mark.skipif(not process_state.can_retain(), reason="needs glibc")
+def test_at_most_a_quarter_of_the_memory_is_held_back_and_nothing_after_the_context(monkeypatch):
+    pages = {"SC_PHYS_PAGES": 2 * 4 * 40 * MIB, "SC_PAGE_SIZE": 1}  # A quarter is less than three blocks.
+    monkeypatch.setattr(process_state.os, "sysconf", pages.__getitem__)
+    with process_state.separate_heaps():
+        process_state.set_allocator_mode("retain")
+        try:
+            blocks = [torch.ones(48 * 2**18) for _ in range(6)]
+            del blocks
+        finally:
+            process_state.set_allocator_mode("keep")
+        assert 1 <= len(process_state._parked) <= 3
+    assert process_state._parked is None
+
+
 BYTES = 16 * 2**20
 
 

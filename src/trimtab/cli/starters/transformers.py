@@ -32,8 +32,8 @@ def make_model() -> GPT2LMHeadModel:
     return model
 
 
-# 3. Your arguments. bf16=True declares what you use today. Leave out gradient_checkpointing and torch_compile, which
-#    a comparison does not include. setup is called for every training, with all generators seeded.
+# 3. Your arguments. bf16=True and gradient_checkpointing=True declare what you use today. Leave out torch_compile,
+#    which a comparison does not include. setup is called for every training, with all generators seeded.
 def setup(seed: int) -> Trainer:
     arguments = TrainingArguments(
         output_dir="runs/trainer",
