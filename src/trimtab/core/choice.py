@@ -26,8 +26,8 @@ class Note:
         return self.text
 
 
-# Execution modes of a model, in addition to eager (False) and compiled (True).
-CUDA_GRAPHS, COMPILED_GRAPHS = "cuda_graphs", "compiled_cuda_graphs"
+# Execution modes of a model, in addition to eager (False) and compiled as a whole (True).
+CUDA_GRAPHS, COMPILED_GRAPHS, COMPILED_BLOCKS = "cuda_graphs", "compiled_cuda_graphs", "compiled_blocks"
 GRAPHS = (CUDA_GRAPHS, COMPILED_GRAPHS)
 Compiled = bool | str
 
@@ -38,12 +38,14 @@ def is_recorded(value: object) -> bool:
 
 
 def is_by_compiler(value: object) -> bool:
-    """Return True if `torch.compile` compiles the model."""
-    return value is True or value == COMPILED_GRAPHS
+    """Return True if `torch.compile` compiles the model or its blocks."""
+    return value is True or value in (COMPILED_GRAPHS, COMPILED_BLOCKS)
 
 
 def in_words(value: Compiled) -> str:
     """Return the mode as text for a list of settings; "" for eager."""
+    if value == COMPILED_BLOCKS:
+        return "blocks compiled"
     words = ["compiled"] * is_by_compiler(value) + ["with CUDA graphs"] * is_recorded(value)
     return ", ".join(words)
 

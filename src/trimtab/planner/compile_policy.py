@@ -5,13 +5,25 @@ its time on kernel launches, or on memory traffic that fusion avoids. Compilatio
 exceeds the cost, possibly in a mode (precision and memory layout) that is not the fastest yet, because launches bound
 all modes alike. If a step takes many times as long as its matrix products, CUDA graph capture is also tried, both for
 the plain and for the compiled model: capture costs almost nothing.
+
+A model of equal blocks can also be compiled by block, in a fraction of the time, so that compiling pays in shorter
+runs. Both ways are tried if the run has the time for both; the whole model must then save more than its longer
+compilation.
 """
 
 from __future__ import annotations
 
 import math
 
-from trimtab.core.choice import COMPILED_GRAPHS, CUDA_GRAPHS, Compiled, Note, is_by_compiler, is_recorded
+from trimtab.core.choice import (
+    COMPILED_BLOCKS,
+    COMPILED_GRAPHS,
+    CUDA_GRAPHS,
+    Compiled,
+    Note,
+    is_by_compiler,
+    is_recorded,
+)
 from trimtab.core.units import format_seconds
 from trimtab.planner.cost_model import CostModel, is_in_chunks, sizes_to_consider
 from trimtab.planner.trial_statistics import speed_in_words, speed_ratio
@@ -20,6 +32,8 @@ from trimtab.settings import NOT_MODES
 
 # Fraction of a run that measuring may take; least seconds of compilation for a model that is not tiny.
 MEASURING, COMPILING_S = 0.01, 20.0
+# Compiling one block takes at least this fraction of the time for the whole model.
+_LEAST_PART = 0.25
 # Compilation must save this multiple of its own time.
 WORTH_COMPILING = 2.0
 # Likely saving of compilation, as a fraction of the step time beyond matrix products, and its seconds. Measured: GPT-2
@@ -50,8 +64,26 @@ def compile_candidates(profile: Profile, fastest: Candidate) -> tuple[Candidate,
     if compiling_refusal(profile, fastest):
         return (fastest,)
     mode, recorded = to_compile(profile, fastest), reason_not_to_compile(profile, CUDA_GRAPHS) is None
-    ways: tuple[Compiled, ...] = (CUDA_GRAPHS, COMPILED_GRAPHS) if recorded else (True,)
+    ways: tuple[Compiled, ...] = (CUDA_GRAPHS, COMPILED_GRAPHS) if recorded else _affordable(profile, fastest)
     return fastest, *(mode.having(compiled=way) for way in ways)
+
+
+def _affordable(profile: Profile, fastest: Candidate) -> tuple[Compiled, ...]:
+    """Return the ways to compile that the run has the time to try."""
+    ways: tuple[Compiled, ...] = (True,) if profile.loop.kinds_of_blocks is None else (COMPILED_BLOCKS, True)
+    has_time = not profile.over_time_budget
+    allowed_s = MEASURING * (profile.run_s or 0.0)
+
+    def is_affordable(way: Compiled) -> bool:
+        part = _part_of_compiling(profile, way)
+        return is_promising(profile, fastest, part) or (has_time and allowed_s >= part * COMPILING_S)
+
+    return tuple(filter(is_affordable, ways))
+
+
+def _part_of_compiling(profile: Profile, way: Compiled) -> float:
+    """Return the time that a way to compile takes, relative to the whole model."""
+    return max(_LEAST_PART, profile.loop.kinds_of_blocks or 1.0) if way == COMPILED_BLOCKS else 1.0
 
 
 def _may_wait(profile: Profile, fastest: Candidate) -> bool:
@@ -121,18 +153,18 @@ def compiling_refusal(profile: Profile, fastest: Candidate) -> Note | None:
         return Note("loop.bitwise_only", profile.loop.bitwise_only)
     if profile.run_s is None:
         return Note("compile.run_length_unknown", "not tried: the length of the run is unknown; pass total_steps")
-    if is_promising(profile, fastest):
+    if _affordable(profile, fastest):
         return None
-    if MEASURING * profile.run_s < COMPILING_S:
-        spares = f"allows {format_seconds(MEASURING * profile.run_s)} for trials ({100 * MEASURING:g}%)"
+    may_take_s = MEASURING * profile.run_s
+    if may_take_s < COMPILING_S * _part_of_compiling(profile, COMPILED_BLOCKS):
+        spares = f"allows {format_seconds(may_take_s)} for trials ({100 * MEASURING:g}%)"
         text = f"not tried: a run of {format_seconds(profile.run_s)} {spares}, and compilation takes longer"
         return Note("compile.run_too_short", text)
-    text = "not tried: the search was over the time budget for measuring"
-    return Note("search.over_time", text) if profile.over_time_budget else None
+    return Note("search.over_time", "not tried: the search was over the time budget for measuring")
 
 
-def is_promising(profile: Profile, fastest: Candidate) -> bool:
-    """Return True if, on a GPU, the likely saving of compilation over the run justifies its time.
+def is_promising(profile: Profile, fastest: Candidate, part: float = 1.0) -> bool:
+    """Return True if, on a GPU, the likely saving of compilation over the run justifies `part` of its time.
 
     Compilation can save step time beyond the matrix products at peak: fused kernels move less memory and need fewer
     launches. If a captured step was measured, the saving is relative to the captured step.
@@ -144,7 +176,7 @@ def is_promising(profile: Profile, fastest: Candidate) -> bool:
         step_s = recorded_s
     least_s = (1 - _UNKNOWN) * step_s if least_s is None else least_s
     share, takes_s = _LIKELY_CONVOLVED if profile.loop.has_convolutions else _LIKELY
-    return share * (step_s - least_s) * (profile.total_steps or 0) >= WORTH_COMPILING * takes_s
+    return share * (step_s - least_s) * (profile.total_steps or 0) >= WORTH_COMPILING * part * takes_s
 
 
 def _recorded_s(profile: Profile) -> float | None:
@@ -176,7 +208,7 @@ def stage_of(value: Compiled) -> str:
 def reason_not_to_compile(profile: Profile, value: Compiled) -> Note | None:
     """Return the reason why a way to run the model did not pay in its trial, or None.
 
-    Compared with the plain model, and with the captured uncompiled model if tried in the same phase.
+    Compared with the plain model, and with the models of the same phase that took less time to compile or capture.
     """
     trials = [trial for trial in profile.stage(stage_of(value)) if not trial.control]
     ours = next((trial for trial in trials if trial.candidate.compiled == value), None)
@@ -184,8 +216,12 @@ def reason_not_to_compile(profile: Profile, value: Compiled) -> Note | None:
         return Note("setting.not_tried", "not tried")
     if ours.failure or not (trials[0].step_s and ours.block_s):
         return ours.failure or Note("trial.not_compared", "not compared with the unchanged loop")
-    rivals = (trial for trial in trials if trial is not ours and trial.block_s)
+    rivals = (trial for trial in trials if trial is not ours and trial.block_s and _takes_s(trial) <= _takes_s(ours))
     return next(filter(None, (_unpaid(profile, ours, rival) for rival in rivals)), None)
+
+
+def _takes_s(trial: Trial) -> float:
+    return trial.compile_s or 0.0
 
 
 def _unpaid(profile: Profile, ours: Trial, rival: Trial) -> Note | None:
@@ -200,10 +236,10 @@ def _unpaid(profile: Profile, ours: Trial, rival: Trial) -> Note | None:
     if profile.total_steps is None and not is_by_compiler(way):
         return None  # Capture takes a few steps' time, so the length of the run does not matter.
     saves_s = (rival.step_s or 0.0) * (1 - 1 / speed.mean) * (profile.total_steps or 0)
-    took_s = ours.compile_s or 0.0
+    took_s = _takes_s(ours) - _takes_s(rival)
     if saves_s <= WORTH_COMPILING * took_s:
         saves = f"saves {format_seconds(saves_s)} of the run" if saves_s > 0 else "saves no time"
-        return Note("compile.does_not_pay", f"{saves}, and compilation took {format_seconds(took_s)}: {compared}")
+        return Note("compile.does_not_pay", f"{saves}, and compilation took {format_seconds(took_s)} more: {compared}")
     return None
 
 

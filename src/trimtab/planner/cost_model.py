@@ -326,7 +326,11 @@ class CostModel:
         longer = recompute_candidates.recompute_time_fraction(self._profile, candidate)
         plain = self._relative(candidate.having(recompute=None))
         measured = None if found is None else self._relative(found.candidate)
-        return None if plain is None or measured is None or longer is None else plain + longer * measured
+        if plain is None or measured is None or longer is None:
+            return None
+        eager = self._relative(candidate.having(recompute=None, compiled=False)) if candidate.compiled else plain
+        # The blocks were measured in eager mode; compiled, they are recomputed as much faster as the step runs.
+        return plain + longer * measured * (plain / eager if eager else 1.0)
 
     def _of_faults(self, candidate: Candidate, tried: Candidate) -> float:
         """Return the factor on the step time from page faults, if the allocator modes of the two candidates differ."""

@@ -160,8 +160,10 @@ class Explanations:
             if self.profile.over_time_budget:
                 return Note("search.over_time", "not tried: the search was over the time budget for measuring")
             return Note("recompute.not_needed", "not tried: the fastest settings fit the memory limit")
-        if self.winner.compiled:
-            return Note("recompute.compiled", "not tried together with compilation or CUDA graphs")
+        if choice.is_recorded(self.winner.compiled):
+            return Note("recompute.recorded", "not tried together with CUDA graphs")
+        if self.winner.compiled and found.has_buffers:
+            return Note("recompute.compiled_buffers", "blocks with buffers are not recomputed in a compiled model")
         if found.refusal:
             return Note(found.code or "recompute.refused", found.refusal)
         again = [p for p in self.found if p.candidate.recompute is not None and p.refusal is None]

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from trimtab.core.choice import Choice, Note, Rejected, Scalar, is_recorded
+from trimtab.core.choice import Choice, Note, Rejected, Scalar
 from trimtab.core.hardware import LinkCalibration
 from trimtab.core.memory_model import PeakMemoryModel
 from trimtab.core.parallelism import Parallelism, StepShape
@@ -190,8 +190,8 @@ def profile_for_stage(profile: Profile, engine: str, stage: int) -> Profile:
 
 
 def of_any_rank(profile: Profile) -> Profile:
-    """Return a profile without CUDA graph trials, which are single-process."""
-    return replace(profile, trials=tuple(t for t in profile.trials if not is_recorded(t.candidate.compiled)))
+    """Return a profile without trials that hold for a single process: CUDA graphs and models compiled by block."""
+    return replace(profile, trials=tuple(t for t in profile.trials if t.candidate.compiled in (False, True)))
 
 
 def at_stage(profile: Profile, traces: Sequence[RankPeakMemory]) -> Profile:

@@ -23,7 +23,7 @@ from trimtab.plans.profile import Candidate, Profile, RecomputableBlocks
 def chain_of(profile: Profile, candidate: Candidate) -> BlockChain | None:
     """Return the chain of a candidate's micro-batch; None if its blocks were not or cannot be measured."""
     found = profile.recomputable_of(candidate)
-    if found is None or candidate.compiled:
+    if found is None:
         return None
     is_whole = candidate.micro_batch >= profile.loop.batch_size and not profile.adapts_batch_size
     model = found.whole if is_whole else found.sliced

@@ -26,6 +26,7 @@ from trimtab.core.choice import (
     Scalar,
     SplitCheck,
     is_by_compiler,
+    is_recorded,
 )
 from trimtab.core.energy_reading import NO_METER, MeterFacts
 from trimtab.core.errors import FormatError
@@ -320,7 +321,7 @@ class Plan(_Choices):  # type: ignore[misc]
 def without_graphs(plan: Plan, why: str) -> Plan:
     """Return a plan without CUDA graphs; measurements and predictions that used graphs are removed."""
     value = plan.compiled.value
-    if not isinstance(value, str):
+    if not is_recorded(value):
         return plan
     without = is_by_compiler(value)
     rejected = tuple(loser for loser in plan.compiled.rejected if loser.value != without)

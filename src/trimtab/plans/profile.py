@@ -12,7 +12,7 @@ from typing import Any
 
 from trimtab.core import validation
 from trimtab.core.block_costs import BlockChainModel
-from trimtab.core.choice import Note, Proof, RefusedByProof, Scalar, SplitCheck
+from trimtab.core.choice import Note, Proof, RefusedByProof, Scalar, SplitCheck, is_recorded
 from trimtab.core.energy_reading import NO_METER, MeterFacts
 from trimtab.core.errors import FormatError
 from trimtab.core.hardware import DeviceSpec
@@ -168,6 +168,7 @@ class RecomputableBlocks:
         schedules: schedules of least recomputation, for several fractions of the memory of a whole batch's step.
         refusal: reason for missing chains, or "".
         code: stable identifier of the refusal, such as "recompute.no_blocks", or "".
+        has_buffers: True if a block has buffers, so that it cannot be compiled and recomputed.
     """
 
     candidate: Candidate
@@ -178,6 +179,7 @@ class RecomputableBlocks:
     schedules: tuple[str, ...] = ()
     refusal: str = ""
     code: str = ""
+    has_buffers: bool = False
 
 
 @dataclass(frozen=True)
@@ -239,6 +241,8 @@ class LoopFacts:
             "".
         head_tokens, head_words: rows and columns of a step's logits, if their loss can be computed in chunks.
         head_refusal: reason why it cannot although the model has a large linear layer, or "".
+        kinds_of_blocks: number of kinds of the model's blocks, relative to the number of blocks, so that 1/12 means 12
+            equal blocks; None if no kind repeats.
     """
 
     num_parameters: int
@@ -268,6 +272,7 @@ class LoopFacts:
     fused_refusal: str = ""
     bitwise_only: str = ""
     head_refusal: str = ""
+    kinds_of_blocks: float | None = None
 
 
 @dataclass(frozen=True)
@@ -366,9 +371,10 @@ class Profile:
         return next(read, None)
 
     def recomputable_of(self, candidate: Candidate) -> RecomputableBlocks | None:
-        """Return the recomputation costs of a candidate's blocks, or None."""
-        ignored = (*SAME_BYTES, "recompute")
-        return next((each for each in self.recomputables if each.candidate.alike(candidate, *ignored)), None)
+        """Return the recomputation costs of a candidate's blocks, measured in eager mode; None if they do not apply."""
+        ignored = (*SAME_BYTES, "recompute", *([] if is_recorded(candidate.compiled) else ["compiled"]))
+        alike = (each for each in self.recomputables if each.candidate.alike(candidate, *ignored))
+        return next((each for each in alike if not (each.has_buffers and candidate.compiled)), None)
 
     def for_device(self, device: DeviceSpec) -> Profile:
         """Return the profile for a target device: loop facts without measurements or traces of this device."""

@@ -188,7 +188,16 @@ def _measured(subject: TrainingLoop, candidate: Candidate, *, splits: bool) -> R
     chains = [chain.with_seconds(again, in_part) for chain in chains]
     held = storage_bytes(state_tensors(subject.optimizer)) + subject.start_bytes
     whole, sliced = (chain.holding(held) for chain in chains)
-    return RecomputableBlocks(candidate, names, whole, sliced, step_s, by_shares(whole.at(subject.rows)))
+    buffers = (buffer for name in names for buffer in subject.model.get_submodule(name).buffers())
+    return RecomputableBlocks(
+        candidate,
+        names,
+        whole,
+        sliced,
+        step_s,
+        by_shares(whole.at(subject.rows)),
+        has_buffers=next(buffers, None) is not None,
+    )
 
 
 def _traced(

@@ -16,7 +16,7 @@ from trimtab.measure.flops import count_flops
 from trimtab.plans.profile import LoopFacts
 from trimtab.profiling.measurement_notes import Notes, loss_failed
 from trimtab.profiling.training_loop import TrainingLoop
-from trimtab.techniques.compiled_call import is_compiled
+from trimtab.techniques.compiled_call import is_compiled, repeated_blocks
 from trimtab.techniques.memory_format import is_channels_last, sparse_module
 from trimtab.techniques.optimizer_self_test import fused_difference
 from trimtab.techniques.optimizers import is_fused, supports_fused
@@ -43,6 +43,7 @@ def loop_facts(
     bitwise_only = bitwise_reason(gradient_hooks(model) if hooks is None else hooks)
     sizes = [(tokens, head.out_features) for head, tokens in heads.items() if tokens]
     largest = max(sizes, key=math.prod, default=None)
+    groups = repeated_blocks(model)
     return LoopFacts(
         num_parameters=sum(p.numel() for p in parameters),
         trainable_parameters=sum(p.numel() for p in parameters if p.requires_grad),
@@ -61,6 +62,7 @@ def loop_facts(
         is_compiled=is_compiled(model),
         head_tokens=largest and largest[0],
         head_words=largest and largest[1],
+        kinds_of_blocks=len(groups) / sum(map(len, groups.values())) if groups else None,
     )
 
 

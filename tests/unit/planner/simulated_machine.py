@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from trimtab.core.block_costs import BlockChain, BlockChainModel, BlockCost, ExpensivePart
-from trimtab.core.choice import SplitCheck, is_by_compiler
+from trimtab.core.choice import COMPILED_BLOCKS, SplitCheck, is_by_compiler
 from trimtab.core.hardware import DeviceSpec
 from trimtab.core.memory_model import PeakMemoryModel
 from trimtab.core.objective import Budget, Objective, Reference
@@ -57,7 +57,8 @@ class Machine:
         fused_speed: how many times faster the optimizer's step alone is, fused; it is a tenth of the step.
         head_speed: chunk -> how many times faster the loss head is; it is 0.3 of the step. head_saves: chunk ->
             share of the peak.
-        compiled_speed: how many times faster a step is compiled; compile_s: seconds that takes.
+        compiled_speed: how many times faster a step is compiled; compile_s: seconds that takes. blocks_speed,
+            compile_blocks_s: the same, compiled by block.
         fixed_bytes, row_bytes: the peak is fixed + row * micro-batch. weight: value of a setting -> factor on it.
         noise: relative deviation of a block. drift: that of the machine, shared by the arms of a block.
         fails: (stage, candidate) -> why a trial cannot run, or None. unit: seconds in a second.
@@ -74,6 +75,8 @@ class Machine:
     head_saves: dict[int, float] = field(default_factory=dict)
     compiled_speed: float = 1.0
     compile_s: float = 30.0
+    blocks_speed: float = 1.0
+    compile_blocks_s: float = 5.0
     fixed_bytes: int = 100 * MIB
     row_bytes: int = 10 * MIB
     weight: dict[str, float] = field(default_factory=dict)
@@ -108,7 +111,8 @@ class Machine:
         for value in (candidate.precision, candidate.memory_layout, candidate.allocator):
             seconds /= self.speed.get(value, 1.0)
         seconds += optimizer_s + head_s - 0.3
-        seconds /= self.compiled_speed if candidate.compiled else 1.0
+        if candidate.compiled:
+            seconds /= self.blocks_speed if candidate.compiled == COMPILED_BLOCKS else self.compiled_speed
         seconds += self._recomputed_s(candidate)
         return (seconds + self.split_s * (math.ceil(self.rows / candidate.micro_batch) - 1)) * self.unit
 
@@ -116,6 +120,8 @@ class Machine:
         """Return what a way to run the model takes once: recording is next to nothing."""
         if not candidate.compiled:
             return None
+        if candidate.compiled == COMPILED_BLOCKS:
+            return self.compile_blocks_s
         return self.compile_s if is_by_compiler(candidate.compiled) else 0.2
 
     def peak_bytes(self, candidate: Candidate) -> int:

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from simulated_machine import CPU, HEAD, MIB, Machine, measured, values
 
-from trimtab.core.choice import COMPILED_GRAPHS, CUDA_GRAPHS, SplitCheck, is_by_compiler
+from trimtab.core.choice import COMPILED_BLOCKS, COMPILED_GRAPHS, CUDA_GRAPHS, SplitCheck, is_by_compiler
 from trimtab.core.hardware import DeviceSpec
 from trimtab.core.objective import Budget, Objective, Reference
 from trimtab.planner.cost_model import CostModel
@@ -310,3 +310,37 @@ def test_a_fused_step_is_weighed_in_the_step_that_is_left():
     assert plan.precision.value == "bf16"
     assert plan.fused_optimizer.value is True
     assert "18% of a whole step" in plan.fused_optimizer.reason
+
+
+@pytest.mark.parametrize(
+    ("steps", "kinds", "tried"),
+    [
+        (499, 1 / 12, ()),  # a hundredth of the run is less than a quarter of what the whole model takes
+        (500, 1 / 12, (COMPILED_BLOCKS,)),
+        (999, 1 / 2, ()),  # half of the blocks differ
+        (1_000, 1 / 2, (COMPILED_BLOCKS,)),
+        (2_000, 1 / 12, (COMPILED_BLOCKS, True)),
+        (2_000, None, (True,)),
+    ],
+)
+def test_equal_blocks_are_compiled_once_in_runs_too_short_for_the_whole_model(steps, kinds, tried):
+    machine = Machine()
+    profile = measured(machine, total_steps=steps, can_retain=False, kinds_of_blocks=kinds)
+    found = [stage.candidates[1:] for stage in machine.stages if stage.name == "compile"]
+    assert [candidate.compiled for candidate in (found or [()])[0]] == list(tried)
+    assert tried or plan_of(profile).compiled.code == "compile.run_too_short"
+
+
+@pytest.mark.parametrize(
+    ("whole", "blocks", "steps", "chosen"),
+    [
+        (1.5, 1.4, 10_000, True),  # 400 s less over the run, for 25 s more
+        (1.41, 1.4, 3_000, COMPILED_BLOCKS),  # 15 s less, for 25 s more
+        (1.2, 1.4, 10_000, COMPILED_BLOCKS),
+        (1.0, 1.0, 10_000, False),
+    ],
+)
+def test_the_way_to_compile_that_saves_most_over_the_run_is_chosen(whole, blocks, steps, chosen):
+    machine = Machine(compiled_speed=whole, blocks_speed=blocks)
+    plan = plan_of(measured(machine, total_steps=steps, can_retain=False, kinds_of_blocks=1 / 12))
+    assert plan.compiled.value == chosen

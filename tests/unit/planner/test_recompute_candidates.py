@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from simulated_machine import BLOCKS, CPU, Machine, candidate_of, measured, planned
 
-from trimtab.core.choice import SplitCheck
+from trimtab.core.choice import COMPILED_BLOCKS, COMPILED_GRAPHS, CUDA_GRAPHS, SplitCheck
 from trimtab.core.objective import Budget, Objective
 from trimtab.core.recompute_schedule import schedule_of
 from trimtab.planner.plan_choice import choose
@@ -148,11 +148,26 @@ def test_schedules_that_win_where_memory_weighs_are_looked_at_where_it_does_not(
     assert any(schedule in text for text in told for schedule in profile.recomputables[0].schedules)
 
 
-def test_a_compiled_model_is_left_whole():
+def test_compiled_models_are_recomputed_unless_captured_or_with_buffers():
     profile = measured(machine(), always=True)
     candidate = profile.reference_candidate
-    assert schedules(profile, candidate, Budget(), 0.02)
-    assert schedules(profile, replace(candidate, compiled=True), Budget(), 0.02) == ()
+    eager = schedules(profile, candidate, Budget(), 0.02)
+    for way, expected in ((True, eager), (COMPILED_BLOCKS, eager), (CUDA_GRAPHS, ()), (COMPILED_GRAPHS, ())):
+        assert schedules(profile, replace(candidate, compiled=way), Budget(), 0.02) == expected
+    buffered = replace(profile, recomputables=tuple(replace(r, has_buffers=True) for r in profile.recomputables))
+    assert schedules(buffered, candidate, Budget(), 0.02) == eager
+    assert schedules(buffered, replace(candidate, compiled=True), Budget(), 0.02) == ()
+
+
+def test_compilation_and_recomputation_are_chosen_together_under_a_limit():
+    """Compilation alone misses the limit in one micro-batch, and further micro-batches cost more."""
+    made = machine(compiled_speed=1.5, split_s=1.0)
+    plan = planned(made, budget=limit(0.7), total_steps=100_000)
+    assert plan.compiled.value is True
+    assert plan.recompute.value is not None
+    assert plan.measured.peak_bytes <= 0.7 * WHOLE
+    told, found = plan.predicted.step_s, made.step_s("final", candidate_of(plan))
+    assert told == pytest.approx(found, rel=0.05)
 
 
 @pytest.mark.parametrize("told", [0.8, 0.9, 1.1])

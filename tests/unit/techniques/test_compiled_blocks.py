@@ -1,0 +1,134 @@
+"""A model compiled by block: each kind of block is compiled once, training is the same, and the model is restored."""
+
+from __future__ import annotations
+
+import copy
+import shutil
+
+import pytest
+import torch
+from raising import raises
+from torch import nn
+from torch._dynamo.utils import counters
+
+import trimtab
+from trimtab.core.choice import COMPILED_BLOCKS
+from trimtab.core.errors import ValueGivenError
+from trimtab.plans.plan import Plan
+from trimtab.techniques.compiled_call import CompiledCall, is_compiled, repeated_blocks
+
+pytestmark = pytest.mark.slow
+
+needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")
+
+
+class Block(nn.Module):
+    def __init__(self, width, inner):
+        super().__init__()
+        self.inner, self.drop, self.outer = nn.Linear(width, inner), nn.Dropout(0.3), nn.Linear(inner, width)
+
+    def forward(self, x):
+        return x + self.outer(self.drop(torch.nn.functional.gelu(self.inner(x))))
+
+
+class Model(nn.Module):
+    def __init__(self, inners=(8, 8, 8, 12)):
+        super().__init__()
+        self.first = nn.Linear(6, 6)
+        self.blocks = nn.ModuleList(Block(6, inner) for inner in inners)
+        self.head = nn.Linear(6, 1)
+
+    def forward(self, x):
+        x = self.first(x)  # So that the inputs of all blocks need a gradient.
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def loop(**how):
+    torch.manual_seed(0)
+    model = Model(**how)
+    return model, torch.optim.SGD(model.parameters(), lr=0.1), torch.randn(4, 6)
+
+
+def loss_fn(model, batch):
+    return model(batch).square().mean()
+
+
+def train(plan, steps=3):
+    model, optimizer, batch = loop()
+    torch.manual_seed(1)
+    with trimtab.start(model, optimizer, plan) as run:
+        losses = [run.train_step(run.window(batch), loss_fn) for _ in range(steps)]
+    return torch.stack(losses), model
+
+
+@needs_compiler
+@pytest.mark.parametrize("recompute", [None, "every_block", "(0) ~1 2 (3)", "(0-1) 2 3"])
+def test_training_is_the_same_with_and_without_recomputation(recompute):
+    """Dropout masks are the same, and a recomputed block draws its mask again."""
+    plan = Plan.fixed(4, compiled=COMPILED_BLOCKS)
+    blocks = tuple(f"blocks.{index}" for index in range(4))
+    ours, model = train(plan if recompute is None else plan.recomputing(recompute, blocks, "asked for"))
+    plain, other = train(Plan.fixed(4))
+    torch.testing.assert_close(ours, plain)
+    torch.testing.assert_close(model.state_dict(), other.state_dict())
+
+
+@needs_compiler
+def test_each_kind_of_block_is_compiled_once_however_often_it_is_started():
+    graphs = []
+    for _ in range(3):
+        torch._dynamo.reset() if not graphs else None
+        before = counters["stats"]["unique_graphs"]
+        train(Plan.fixed(4, compiled=COMPILED_BLOCKS), steps=1)
+        graphs.append(counters["stats"]["unique_graphs"] - before)
+    assert graphs == [2, 0, 0]
+
+
+@needs_compiler
+def test_layers_of_transformers_are_one_kind():
+    """Each layer fills its own part of the cache of keys and values, which training does not need."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(n_layer=3, n_embd=8, n_head=2, vocab_size=20, n_positions=8)
+    model = transformers.GPT2LMHeadModel(config)
+    optimizer, batch = torch.optim.SGD(model.parameters(), lr=0.1), torch.randint(20, (2, 8))
+    before = counters["stats"]["unique_graphs"]
+    with trimtab.start(model, optimizer, Plan.fixed(2, compiled=COMPILED_BLOCKS)) as run:
+        run.train_step(run.window(batch), lambda model, ids: model(input_ids=ids, labels=ids).loss)
+    assert counters["stats"]["unique_graphs"] - before == 1
+    assert model.config.use_cache is True
+
+
+def test_the_model_is_restored():
+    model, optimizer, _ = loop()
+    with trimtab.start(model, optimizer, Plan.fixed(4, compiled=COMPILED_BLOCKS)):
+        assert all(block._compiled_call_impl is not None for block in model.blocks)
+        assert not is_compiled(copy.deepcopy(model))
+    assert not is_compiled(model)
+    assert all("_compiled_call_impl" not in vars(module) for module in model.modules())
+
+
+def test_blocks_run_in_eager_mode_while_compilation_is_off():
+    model, _, batch = loop()
+    call = CompiledCall(model, lambda: None, COMPILED_BLOCKS)
+    before = counters["stats"]["unique_graphs"]
+    call.is_on = False
+    model(batch)
+    assert counters["stats"]["unique_graphs"] == before
+    call.is_on = True
+    assert all(block._compiled_call_impl is not None for block in model.blocks)
+    call.undo()
+
+
+def test_a_model_without_equal_blocks_is_refused():
+    model, optimizer, _ = loop(inners=(8, 12))
+    assert not repeated_blocks(model)
+    with raises(ValueGivenError, code="compiled.no_blocks", field="plan.compiled"):
+        trimtab.start(model, optimizer, Plan.fixed(4, compiled=COMPILED_BLOCKS))
+    assert not is_compiled(model)
+
+
+def test_several_ranks_are_refused():
+    with raises(ValueGivenError, code="compiled.ranks", field="plan.compiled"):
+        Plan.fixed(4, compiled=COMPILED_BLOCKS, num_ranks=2, zero_stage=0)
