@@ -20,7 +20,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from benchmarks import advice_figures, docs_figures, results_page, technique_figures
+from benchmarks import advice_figures, docs_figures, results_page, settings_figures, technique_figures
 from benchmarks.comparison_figures import comparison
 from benchmarks.figure_words import ratio
 from benchmarks.frontier_figures import drawings
@@ -96,8 +96,8 @@ def pages(root: Path) -> dict[Path, str]:
         root / "docs" / "accumulation.md": {"model": _savings()},
         root / "docs" / "scaling.md": {"figures": files(*RANKS)},
     }
-    for blocks in (docs_figures.blocks, technique_figures.blocks, advice_figures.blocks):
-        for name, parts in blocks(root).items():
+    for source in (docs_figures, technique_figures, advice_figures, settings_figures):
+        for name, parts in source.blocks(root).items():
             made.setdefault(root / "docs" / name, {}).update(parts)
     texts = {path: path.read_text(encoding="utf-8") for path in made}
     for path, parts in made.items():
@@ -625,6 +625,7 @@ KINDS = {
     "frontier": _frontier,
     "frontier_compiled": _compiled,
     "frontier_walk": _walk,
+    "settings_on_models": settings_figures.section,
 }
 
 
