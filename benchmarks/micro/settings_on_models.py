@@ -141,6 +141,7 @@ CASES: tuple[tuple[str, dict[str, Scalar]], ...] = (
     ("GPT-2, 12 layers", {"precision": "bf16"}),
     ("GPT-2, 12 layers", {"allocator": "retain"}),
     ("GPT-2, 12 layers", {"fused_optimizer": True}),
+    ("GPT-2, 4 layers, 50,257 words", {"step_in_backward": True}),
     ("ResNet-50", {"memory_layout": "channels_last"}),
     ("GPT-2, 12 layers", {"recompute": "every_block"}),
     ("GPT-2, 12 layers", {"recompute": "every_block", "compiled": COMPILED_BLOCKS}),

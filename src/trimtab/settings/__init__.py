@@ -20,6 +20,7 @@ from trimtab.settings.precision import Precision
 from trimtab.settings.recompute import Recompute
 from trimtab.settings.schedule import LearningRateScale, Schedule, WarmupFraction
 from trimtab.settings.sharding import SHARDING
+from trimtab.settings.step_in_backward import StepInBackward
 from trimtab.settings.weight_decay import WeightDecay
 
 # All settings, in the order in which a plan lists and a run applies them.
@@ -31,6 +32,7 @@ SETTINGS: Mapping[str, Setting] = {
         MemoryLayout(),
         Allocator(),
         FusedOptimizer(),
+        StepInBackward(),
         LossChunk(),
         Recompute(),
         CompiledModel(),

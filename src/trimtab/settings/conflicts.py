@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-from trimtab.core.choice import Scalar
+from trimtab.core.choice import CUDA_GRAPHS, Scalar, is_recorded
 from trimtab.core.errors import ValueGivenError
+from trimtab.settings import IN_STEP, SETTINGS
 from trimtab.settings.sharding import KEPT, stages_with
 
 Values = Mapping[str, Any]
@@ -65,6 +67,27 @@ def _unsupported_stage(name: str, example: Scalar, stage: int) -> Conflict:
     return Conflict((name, "zero_stage"), holds, error, {name: example, "zero_stage": stage})
 
 
+def _is_changed(name: str, values: Values) -> bool:
+    return bool(values[name] != SETTINGS[name].default)
+
+
+def _steps_before(name: str, example: Scalar, is_set: Callable[[Values], bool]) -> Conflict:
+    """Return the conflict of a step within the backward pass with a value that acts on the gradient of a whole step."""
+    return Conflict(
+        ("step_in_backward", name),
+        holds=lambda values: bool(values["step_in_backward"]) and is_set(values),
+        error=lambda values: {
+            "got": f"True with {name}={values[name]!r}",
+            "expected": f"False, or another {name}",
+            "problem": f"plan.step_in_backward updates each parameter before {name}={values[name]!r} can act on the "
+            "gradient of the whole step.",
+            "hint": "Set step_in_backward=False.",
+            "code": "step_in_backward.gradient_needed",
+        },
+        example={"step_in_backward": True, name: example},
+    )
+
+
 CONFLICTS = (
     Conflict(
         ("warmup_fraction", "schedule"),
@@ -87,6 +110,11 @@ CONFLICTS = (
         },
         example={"optimizer": "muon", "zero_stage": 1},
     ),
+    _steps_before("precision", "fp16", lambda values: values["precision"] == "fp16"),
+    _steps_before("compiled", CUDA_GRAPHS, lambda values: is_recorded(values["compiled"])),
+    *(_steps_before(name, setting.examples[0], partial(_is_changed, name)) for name, setting in IN_STEP.items()),
+    _steps_before("zero_stage", 0, partial(_is_changed, "zero_stage")),
+    _steps_before("num_ranks", 2, lambda values: values["num_ranks"] > 1),
     _needs_stage("engine", "deepspeed"),
     _needs_stage("reduce_dtype", "bf16"),
     _needs_stage("bucket_bytes", 1024),

@@ -28,6 +28,7 @@ from trimtab.techniques import optimizers
 from trimtab.techniques.learning_rate import applied_rate, scaled_rates
 from trimtab.techniques.mixed_precision import MixedPrecision
 from trimtab.techniques.muon import Momentum
+from trimtab.techniques.step_in_backward import stepping_in
 from trimtab.training import loop_errors
 from trimtab.training.accumulation import WindowWeights, drop_gradients
 from trimtab.training.apply_plan import apply_plan, lay_out, require_free
@@ -110,13 +111,12 @@ class Run:
         self._has_auxiliary = False
         self._has_begun = False  # The first window was opened.
         self._is_loss_checked = on_trial  # Planning has checked the loss already.
-        self._open, self._stopping, self._unequal = OpenWindow(), EarlyStopping(stop), UnequalBatches(plan)
+        self._open, self._stopping, self._unequal = OpenWindow(), EarlyStopping(stop, plan), UnequalBatches(plan)
         self._peers = RankSync(exchange, self.note, in_step=backend.in_step) if exchange.num_ranks > 1 else None
         self._weights = WindowWeights() if self._peers is None else RankWeights(self._peers, plan.batch_size)
         self._joining = None if self._peers is None else UnevenInputs(self._peers, batching)
-        can_retry = (
-            may_retry(backend, plan) and not self._hook_checks.found
-        )  # A user's hook would run twice in a retry.
+        # A user's hook would run twice in a retry.
+        can_retry = may_retry(backend, plan) and not self._hook_checks.found
         recovers = recovers_from(out_of_memory, plan, model, may_retry=can_retry)
         self._retry = OutOfMemoryRetry(trained, plan, self.note, is_on=recovers, watches=not on_trial)
         may_look = not on_trial and not self._hook_checks.found and plan.zero_stage.value is None
@@ -315,16 +315,16 @@ class Run:
             for micro in window:
                 with self.autocast(), contextlib.nullcontext() if checks.is_done else checks.first_forward(self.plan):
                     result = loss_fn(self.model, micro)
-                self.backward(result)
+                with stepping_in(window.num_micro_batches, self.stepped_by) if steps else contextlib.nullcontext():
+                    self.backward(result)
             if steps:
                 self.step()
         except BaseException as error:
             is_open, in_optimizer = self._open.window is window, self._open.in_optimizer
             is_alone = self._peers is None or not self._peers.has_told
-            if is_open:
-                self._abandon()
             failure = None
             if is_open:
+                self._abandon()
                 failure = self._retry.failure_of(error, in_optimizer=in_optimizer, may_retry=is_alone)
             if failure is not None and (refusal := window.repeat_refusal):
                 error.add_note(f"The step was not repeated with smaller micro-batches, because {refusal}.")

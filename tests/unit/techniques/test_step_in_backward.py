@@ -1,0 +1,186 @@
+"""Optimizer steps within the backward pass: bitwise the same training, no gradient held, refused if it is needed."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from raising import raises
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import trimtab
+from trimtab.core.errors import ModelError, OptimizerError, ValueGivenError
+from trimtab.plans.plan import Plan
+from trimtab.state.peak_memory import alive_between_steps, peak_bytes
+
+OPTIMIZERS = {
+    "AdamW": lambda ps: torch.optim.AdamW(ps, lr=0.01),
+    "fused AdamW": lambda ps: torch.optim.AdamW(ps, lr=0.01, fused=True),
+    "SGD with momentum": lambda ps: torch.optim.SGD(ps, lr=0.01, momentum=0.9, nesterov=True),
+    "RMSprop": lambda ps: torch.optim.RMSprop(ps, lr=0.01, momentum=0.5),
+    "Adafactor": lambda ps: torch.optim.Adafactor(ps, lr=0.01),
+}
+
+
+class Tied(nn.Module):
+    """A model whose first and last layer share their weight, and whose hidden layer is called twice."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.hidden, self.head = nn.Embedding(20, 8), nn.Linear(8, 8), nn.Linear(8, 20, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, ids):
+        x = self.embedding(ids)
+        return self.head(self.hidden(self.hidden(x).tanh()))
+
+
+def loss_fn(model, ids):
+    return nn.functional.cross_entropy(model(ids).flatten(0, -2), ids.flatten())
+
+
+def train(make, steps=5, *, schedules=False, **values):
+    torch.manual_seed(0)
+    model = Tied()
+    groups = [{"params": [model.embedding.weight]}, {"params": list(model.hidden.parameters()), "lr": 0.02}]
+    optimizer = make(groups)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9) if schedules else None
+    with trimtab.start(model, optimizer, Plan.fixed(4, **values)) as run:
+        for step in range(steps):
+            run.train_step(run.window(torch.randint(20, (4, 6), generator=torch.manual_seed(step))), loss_fn)
+            if schedule is not None:
+                schedule.step()
+            if step == 2:  # Loading a state replaces the parameter groups.
+                optimizer.load_state_dict(optimizer.state_dict())
+    return model, optimizer
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_training_is_bitwise_the_same(name):
+    (ours, mine), (plain, theirs) = (train(OPTIMIZERS[name], step_in_backward=on) for on in (True, False))
+    for key, value in plain.state_dict().items():
+        assert torch.equal(ours.state_dict()[key], value)
+    ours_state, plain_state = mine.state_dict(), theirs.state_dict()
+    torch.testing.assert_close(ours_state, plain_state, rtol=0, atol=0)
+
+
+def test_the_users_schedule_and_step_hooks_run_once_per_step():
+    calls = []
+
+    def made(groups):
+        optimizer = torch.optim.AdamW(groups, lr=0.01)
+        optimizer.register_step_post_hook(lambda *_: calls.append("step"))
+        return optimizer
+
+    ours, _ = train(made, schedules=True, step_in_backward=True)
+    assert calls == ["step"] * 5
+    plain, _ = train(OPTIMIZERS["AdamW"], schedules=True)
+    torch.testing.assert_close(ours.state_dict(), plain.state_dict(), rtol=0, atol=0)
+
+
+def test_a_hook_before_the_step_sees_the_gradients():
+    seen = []
+
+    def made(groups):
+        optimizer, first = torch.optim.AdamW(groups, lr=0.01), groups[0]["params"][0]
+        optimizer.register_step_pre_hook(lambda *_: seen.append(first.grad is not None))
+        return optimizer
+
+    with pytest.warns(UserWarning, match="no effect"):
+        train(made, step_in_backward=True)
+    assert seen == [True] * 5
+
+
+def test_no_gradient_is_held():
+    peaks = []
+    for early in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(8)))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        batch = torch.randn(4, 256)
+        with trimtab.start(model, optimizer, Plan.fixed(4, step_in_backward=early)) as run:
+
+            def step(run=run, batch=batch):
+                run.train_step(run.window(batch), lambda called, x: called(x).square().mean())
+
+            step()
+            optimizer.zero_grad(set_to_none=True)
+            live = lambda model=model, optimizer=optimizer: alive_between_steps(model, optimizer)  # noqa: E731
+            peaks.append(peak_bytes(step, torch.device("cpu"), live))
+    gradients = 8 * 256 * 257 * 4
+    assert peaks[1] < peaks[0] - 0.7 * gradients
+
+
+def test_the_hooks_are_removed_and_loops_of_their_own_step_at_the_end():
+    """Between backward and step, the user's code may read the gradient."""
+    torch.manual_seed(0)
+    model = Tied()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    ids = torch.randint(20, (4, 6))
+    run = trimtab.start(model, optimizer, Plan.fixed(4, step_in_backward=True))
+    for micro in run.window(ids):
+        run.backward(loss_fn(run.model, micro))
+    assert model.hidden.weight.grad is not None
+    run.step()
+    with pytest.warns(UserWarning, match="no effect"):
+        run.close()
+    loss_fn(model, ids).backward()
+    before = model.hidden.weight.detach().clone()
+    assert model.hidden.weight.grad is not None
+    assert torch.equal(model.hidden.weight, before)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "values"),
+    [
+        ({"clip_norm": 1.0}, {}),
+        ({"nonfinite": "skip"}, {}),
+        ({"out_of_memory": "split"}, {}),
+        ({"stop": trimtab.Stop(grad_norm=0.1)}, {}),
+        ({}, {"clip_norm": 1.0}),
+        ({}, {"precision": "fp16"}),
+        ({}, {"num_ranks": 2}),
+    ],
+)
+def test_a_run_that_needs_the_gradient_of_the_whole_step_is_refused(arguments, values):
+    model = Tied()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with raises(ValueGivenError, code="step_in_backward.gradient_needed", field="plan.step_in_backward"):
+        trimtab.start(model, optimizer, Plan.fixed(4, step_in_backward=True, **values), **arguments)
+
+
+def test_several_micro_batches_are_refused():
+    with raises(ValueGivenError, code="step_in_backward.splits", field="plan.step_in_backward"):
+        Plan.fixed(4, micro_batch=2, step_in_backward=True)
+
+
+def test_optimizers_that_look_at_all_gradients_are_refused():
+    class ByTheirNorm(torch.optim.SGD):
+        """A user's optimizer, which may do anything in its step."""
+
+    model = Tied()
+    with raises(OptimizerError, code="step_in_backward.optimizer", field="plan.step_in_backward"):
+        trimtab.start(model, ByTheirNorm(model.parameters(), lr=0.1), Plan.fixed(4, step_in_backward=True))
+
+
+def test_a_gradient_that_arrives_in_parts_is_an_error():
+    """Reentrant checkpointing runs a backward pass per segment, each with a part of a shared weight's gradient."""
+    shared = nn.Linear(4, 4)
+
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.shared = shared
+
+        def forward(self, x):
+            x = checkpoint(self.shared, x, use_reentrant=True)
+            return checkpoint(self.shared, x, use_reentrant=True)
+
+    model = Twice()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with (
+        trimtab.start(model, optimizer, Plan.fixed(2, step_in_backward=True)) as run,
+        raises(ModelError, code="step_in_backward.in_parts", field="plan.step_in_backward"),
+    ):
+        batch = torch.randn(2, 4, requires_grad=True)
+        run.train_step(run.window(batch), lambda model, x: model(x).square().mean())
