@@ -145,6 +145,7 @@ CASES: tuple[tuple[str, dict[str, Scalar]], ...] = (
     ("ResNet-50", {"memory_layout": "channels_last"}),
     ("GPT-2, 12 layers", {"recompute": "every_block"}),
     ("GPT-2, 12 layers", {"recompute": "every_block", "compiled": COMPILED_BLOCKS}),
+    ("GPT-2, 12 layers", {"recompute": "every_block", "compiled": True}),
     ("ResNet-50", {"recompute": "every_block"}),
 )
 
