@@ -1,7 +1,8 @@
 """The splitting check: do micro-batches compute the gradient of the whole batch? (math: section 2)
 
-The check runs in fp32 and training mode on the user's model and batch. The gradient of the whole batch is compared,
-parameter by parameter, with the gradient of an unequal split, weighted as in a run. Only dropout is disabled, because
+The check runs without autocast and in training mode on the user's model and batch. The gradient of the whole batch is
+compared, parameter by parameter, with the gradient of an unequal split, weighted as in a run. Weights in half precision
+are not converted; their rounding error is measured (`_WholeBatch`). Only dropout is disabled, because
 a split draws different masks from the same distribution; if the gradient is still random, the check fails as
 unproved. Before the comparison, `LoopState` finds all state that a forward and a loss change. State that a second
 forward changes again (batch statistics, queues, momentum teachers, counters, generators of Python and NumPy) would
@@ -15,7 +16,7 @@ import itertools
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -41,6 +42,7 @@ from trimtab.profiling.rounding_tolerance import (
     distances,
     largest_difference,
     last_bits_moved,
+    low_precision,
     move_last_bits,
     norms,
     total,
@@ -61,11 +63,18 @@ TOLERANCE = 1e-4
 # fraction of the whole gradient that rounding may explain for a parameter whose own gradient is near zero.
 _TIMES_ROUNDING, _MOST_ROUNDING = 30.0, 1e-5
 _SMALLEST = 1e-9  # Fraction of the whole gradient; smaller differences are ignored.
-_FP32_BYTES = 4
 _STATISTIC = re.compile(r"\.(running_mean|running_var|num_batches_tracked)\b")
 # Codes of checks that compared gradients.
 _DIFFERS = ("split.gradient_differs", "split.token_mean", "split.loss_is_sum")
-_HALF_ROUNDING = 0.02  # Largest relative rounding error of a half-precision gradient.
+# Factors of the loss whose rounding errors differ in half precision, because none is a power of two.
+_FACTORS = (0.7, 0.9, 0.55)
+# Multiple of the rounding error of half precision that counts as rounding (whole batch and split both have one), and
+# its cap as a fraction of the gradient.
+_TIMES_HALF, _MOST_HALF = 2.0, 0.3
+# The cap does not apply to a gradient that is only rounding: below this multiple of its rounding error, and below this
+# fraction of the whole gradient.
+_MANY_TIMES, _NEAR_ZERO = 30.0, 1e-3
+_SUM_WEIGHT = 0.02  # Relative deviation from 1 of the weights that indicate a sum over samples.
 _MOVED = 0.01  # Relative perturbation of the weights for detecting changes of state.
 _OTHER_WEIGHT = 1e-3  # Relative deviation of a piece's weight from its fraction of the samples.
 _REPEATED = 2e-6  # Relative difference of a repeated gradient; atomic additions on a GPU cause no more.
@@ -219,9 +228,9 @@ def _check(subject: TrainingLoop, start: LoopState) -> SplitCheck:
         reason = f"samples share the random numbers drawn by {shared}, and micro-batches would draw different ones"
         return _refused("split.random", reason)
     with start:
-        difference = _proof(subject, pieces)
-        if isinstance(difference, SplitCheck):
-            return difference
+        agreement = _proof(subject, pieces)
+        if isinstance(agreement, SplitCheck):
+            return agreement
         if shared is None:
             reason = "the random numbers drawn in a forward could not be counted, and samples may share some of them"
             return _refused("split.random", reason)
@@ -235,8 +244,7 @@ def _check(subject: TrainingLoop, start: LoopState) -> SplitCheck:
             second = _proof(other, list(_unequal_split(other)))
             if isinstance(second, SplitCheck) and second.code in _DIFFERS:
                 return replace(second, reason=f"{second.reason} (found on a second batch with other values)")
-    reason = f"an unequal split changes no parameter's gradient by more than {difference:.1e} (limit {TOLERANCE:g})"
-    return SplitCheck(True, reason, difference, code="split.proved")
+    return agreement.check()
 
 
 def _watched(subject: TrainingLoop) -> LoopState:
@@ -387,96 +395,155 @@ def _unequal_split(subject: TrainingLoop) -> Iterator[tuple[Any, int]]:
         yield subject.batching.part(subject.batch, start, stop, rows), stop - start
 
 
-def _proof(subject: TrainingLoop, pieces: Sequence[tuple[Any, int]]) -> SplitCheck | float:
-    """Return the largest relative difference of a gradient that is only rounding, or a failed check."""
-    model, whole_batch = subject.trained, [(subject.batch, subject.rows)]
+def _proof(subject: TrainingLoop, pieces: Sequence[tuple[Any, int]]) -> SplitCheck | _Agreement:
+    """Return the largest difference of a gradient if it is only rounding, or a failed check."""
+    model = subject.trained
     masks = ModuleMasks(model, subject.rows)
     with _as_it_trains(model), dropout_off(model):
         try:
-            whole = _gradient(subject, whole_batch, masks)
+            whole = _WholeBatch(subject, masks)
         except Exception as error:
             _pass_on_memory(error)
             reason = f"the forward and backward failed in training mode with dropout disabled ({describe(error)})"
             return _refused("split.whole_fails", reason)
-        sizes = norms(whole)
-        if not 0 < total(sizes) < float("inf"):
+        if not 0 < total(whole.sizes) < float("inf"):
             reason = "the gradient of the whole batch is zero, NaN or infinite, so gradients cannot be compared"
             return _refused("split.no_gradient", reason)
         try:
-            split = _gradient(subject, pieces, masks)
+            found = whole.difference(pieces)
         except UnmatchedMasks as error:
             return _refused("split.random", str(error))
         except Exception as error:  # The user's model may reject a part of its batch with any exception.
             _pass_on_memory(error)
             reason = f"the forward and backward of a part of the batch failed ({describe(error)})"
             return _refused("split.part_fails", reason)
-        found = _within(subject, whole, sizes, split, masks)
         if found.is_rounding:
-            # Relative to the gradient; relative to its rounding error for a gradient of zero that is all rounding.
-            return found.ratio * TOLERANCE
-        repeat = _within(subject, whole, sizes, _gradient(subject, whole_batch, masks), masks)
+            return _Agreement(found, whole.low_precision if whole.has_measured_rounding else "")
+        repeat = whole.difference(whole.pieces)
         if not repeat.is_rounding:
             reason = f"the gradient of {repeat.name} differs between two equal forwards, although dropout is disabled"
             return _refused("split.random", reason)
-        return _cause(subject, whole, sizes, pieces, found, masks)
+        return _cause(whole, pieces, found)
 
 
-def _within(subject: TrainingLoop, whole: Gradients, sizes: Norms, other: Gradients, masks: ModuleMasks) -> Difference:
-    """Return the parameter whose gradient differs most, relative to its tolerance.
+@dataclass(frozen=True)
+class _Agreement:
+    """Largest difference of a gradient, explained by rounding.
+
+    Args:
+        found: the difference, relative to its tolerance.
+        low_precision: dtype whose measured rounding error explains the difference; "" if it is within `TOLERANCE`.
+    """
+
+    found: Difference
+    low_precision: str
+
+    def check(self) -> SplitCheck:
+        found = self.found
+        if not self.low_precision:
+            # Relative to the gradient; relative to its rounding error for a gradient of zero that is all rounding.
+            size = found.ratio * TOLERANCE
+            reason = f"an unequal split changes no parameter's gradient by more than {size:.1e} (limit {TOLERANCE:g})"
+            return SplitCheck(True, reason, size, code="split.proved")
+        reason = (
+            f"with weights in {self.low_precision}, an unequal split changes gradients by no more than rounding: "
+            f"{found.name} by {found.relative:.1e} (relative), which is {found.ratio:.2g} of its tolerance"
+        )
+        return SplitCheck(True, reason, found.relative, found.relative / found.ratio, code="split.proved")
+
+
+class _WholeBatch:
+    """Gradient of the whole batch, for comparison with that of a split.
 
     The tolerance is a constant fraction of every gradient, plus a multiple of its rounding error if rounding could
-    explain the difference.
+    explain the difference. The rounding error of a model in fp32 is measured by perturbing the weights in their last
+    bit. In half precision this perturbation (0.8% of a bf16 weight) changes gradients more than rounding does. There,
+    the gradient is computed again from a loss that is multiplied by a constant, and divided by this constant: without
+    rounding, both gradients would be equal, also if the loss couples samples.
     """
-    apart, everything = distances(whole, other), total(sizes)
-    allowed = {name: TOLERANCE * size + _SMALLEST * everything for name, size in sizes.items()}
-    found = largest_difference(apart, allowed, sizes)
-    # A gradient near zero has a tolerance near zero, which rounding alone can exceed; such a difference is still tiny
-    # relative to the gradient of all parameters.
-    exceeding = [error for name, error in apart.items() if error > allowed[name]]
-    if found.is_rounding or any(error > 2 * _MOST_ROUNDING * everything for error in exceeding):
-        return found
-    with last_bits_moved(subject.trained, seed=0):
-        moved = distances(whole, _gradient(subject, [(subject.batch, subject.rows)], masks))
-    explained = {name: min(_TIMES_ROUNDING * moved[name], _MOST_ROUNDING * everything) for name in allowed}
-    return largest_difference(apart, {name: allowed[name] + explained[name] for name in allowed}, sizes)
+
+    def __init__(self, subject: TrainingLoop, masks: ModuleMasks) -> None:
+        self.subject, self.masks = subject, masks
+        self.pieces = [(subject.batch, subject.rows)]
+        self.gradient = _gradient(subject, self.pieces, masks)
+        self.sizes = norms(self.gradient)
+        self.low_precision = low_precision(subject.trained)
+        self._allowed = {name: TOLERANCE * size + _SMALLEST * total(self.sizes) for name, size in self.sizes.items()}
+        self._rounding = dict.fromkeys(self.sizes, 0.0)
+
+    def difference(self, pieces: Sequence[tuple[Any, int]]) -> Difference:
+        """Return the parameter whose gradient differs most in a split, relative to its tolerance."""
+        other = _gradient(self.subject, pieces, self.masks)
+        apart, everything = distances(self.gradient, other), total(self.sizes)
+        found = self._largest(apart)
+        if self.low_precision:
+            for factor in _FACTORS:
+                if found.is_rounding:
+                    break
+                self._learn(self.gradient, self.pieces, factor)
+                self._learn(other, pieces, factor)
+                found = self._largest(apart)
+            return found
+        # A gradient near zero has a tolerance near zero, which rounding alone can exceed; such a difference is still
+        # tiny relative to the gradient of all parameters.
+        exceeding = [error for name, error in apart.items() if error > self._allowed[name]]
+        if found.is_rounding or any(error > 2 * _MOST_ROUNDING * everything for error in exceeding):
+            return found
+        with last_bits_moved(self.subject.trained, seed=0):
+            self._record(distances(self.gradient, _gradient(self.subject, self.pieces, self.masks)))
+        return self._largest(apart)
+
+    @property
+    def has_measured_rounding(self) -> bool:
+        """True if a difference exceeded the constant part of its tolerance."""
+        return any(self._rounding.values())
+
+    def _learn(self, known: Gradients, pieces: Sequence[tuple[Any, int]], factor: float) -> None:
+        """Measure the rounding error of a gradient in half precision."""
+        self._record(distances(known, _gradient(self.subject, pieces, self.masks, factor=factor), factor))
+
+    def _record(self, rounding: Norms) -> None:
+        self._rounding = {name: max(size, rounding[name]) for name, size in self._rounding.items()}
+
+    def _largest(self, apart: Norms) -> Difference:
+        allowed = {name: limit + self.explained(name) for name, limit in self._allowed.items()}
+        return largest_difference(apart, allowed, self.sizes)
+
+    def explained(self, name: str) -> float:
+        """Return the largest distance between two gradients of a parameter that measured rounding explains."""
+        rounding, size, everything = self._rounding[name], self.sizes[name], total(self.sizes)
+        if not self.low_precision:
+            return min(_TIMES_ROUNDING * rounding, _MOST_ROUNDING * everything)
+        is_rounding = size < _MANY_TIMES * rounding and size < _NEAR_ZERO * everything
+        return _TIMES_HALF * rounding if is_rounding else min(_TIMES_HALF * rounding, _MOST_HALF * size)
 
 
-def _cause(
-    subject: TrainingLoop,
-    whole: Gradients,
-    sizes: Norms,
-    pieces: Sequence[tuple[Any, int]],
-    found: Difference,
-    masks: ModuleMasks,
-) -> SplitCheck:
+def _cause(whole: _WholeBatch, pieces: Sequence[tuple[Any, int]], found: Difference) -> SplitCheck:
     """Return the reason for a different gradient, with a remedy if there is one.
 
     If the whole gradient is a weighted sum of the pieces' gradients, only the weights were wrong: weights of 1
     indicate a sum over samples, other weights a mean over unequal numbers of terms.
     """
     text = f"splitting the batch unequally changes the gradient of {found.name} by {found.relative:.2g} (relative)"
+    subject, masks = whole.subject, whole.masks
     starts = itertools.accumulate((rows for _, rows in pieces), initial=0)
     parts = [_gradient(subject, [piece], masks, first) for piece, first in zip(pieces, starts, strict=False)]
     weights = _weights_that_fit(whole, parts)
     nominal = [rows / subject.rows for _, rows in pieces]
     if weights is not None and any(abs(w - n) > _OTHER_WEIGHT * n for w, n in zip(weights, nominal, strict=True)):
         remedy = "Return trimtab.Summed(loss_sum, count) from the loss function to allow splitting"
-        if all(abs(weight - 1) < _HALF_ROUNDING for weight in weights):
+        if all(abs(weight - 1) < _SUM_WEIGHT for weight in weights):
             reason = f"{text}, because the loss is a sum over samples. {remedy}"
             return _refused("split.loss_is_sum", reason, found.relative)
         why = "because the loss is a mean over terms (such as tokens) and samples have different numbers of terms"
         return _refused("split.token_mean", f"{text}, {why}. {remedy}", found.relative)
-    halves = {p.dtype for p in subject.trained.parameters() if p.requires_grad and p.element_size() < _FP32_BYTES}
-    if halves and found.relative < _HALF_ROUNDING:
-        name = str(halves.pop()).removeprefix("torch.")
-        why = f"because gradients of {name} weights are also accumulated in {name}. Keep the weights in fp32 to allow"
-        return _refused("split.half_weights", f"{text}, {why} splitting", found.relative)
     reason = f"{text}, because the loss or the model couples samples"
     return _refused("split.gradient_differs", reason, found.relative)
 
 
-def _weights_that_fit(whole: Gradients, parts: Sequence[Gradients]) -> list[float] | None:
+def _weights_that_fit(batch: _WholeBatch, parts: Sequence[Gradients]) -> list[float] | None:
     """Return positive weights with which the pieces' gradients sum to the whole gradient, or None."""
+    whole, sizes = batch.gradient, batch.sizes
 
     def products(left: Gradients, right: Gradients) -> float:
         pairs = ((left[name].double().flatten(), right[name].double().flatten()) for name in whole)
@@ -490,8 +557,9 @@ def _weights_that_fit(whole: Gradients, parts: Sequence[Gradients]) -> list[floa
     fitted = {
         name: torch.as_tensor(sum(w * part[name] for w, part in zip(weights, parts, strict=True))) for name in whole
     }
-    apart, sizes = distances(whole, fitted), norms(whole)
-    return weights if all(apart[n] <= TOLERANCE * (sizes[n] + 0.01 * total(sizes)) for n in apart) else None
+    apart, everything = distances(whole, fitted), total(sizes)
+    limits = {name: TOLERANCE * (size + 0.01 * everything) + batch.explained(name) for name, size in sizes.items()}
+    return weights if all(apart[name] <= limits[name] for name in apart) else None
 
 
 def _difference(left: Gradients, right: Gradients) -> Difference:
@@ -507,8 +575,9 @@ def _pass_on_memory(error: Exception) -> None:
 
 
 def _gradient(
-    subject: TrainingLoop, pieces: Sequence[tuple[Any, int]], masks: ModuleMasks, first: int = 0
+    subject: TrainingLoop, pieces: Sequence[tuple[Any, int]], masks: ModuleMasks, first: int = 0, factor: float = 1.0
 ) -> Gradients:
+    """Return the gradients of a window of pieces, whose losses are multiplied by `factor`."""
     parameters = {name: p for name, p in subject.trained.named_parameters() if p.requires_grad}
     for parameter in parameters.values():
         parameter.grad = None
@@ -517,15 +586,16 @@ def _gradient(
     for piece, rows in pieces:
         with masks.of(first, rows):
             loss, count = subject.loss(piece)
-            weights.weigh(loss, count, rows).backward()
+            weighted = weights.weigh(loss, count, rows)
+            (weighted if factor == 1.0 else weighted * factor).backward()
         first += rows
-    factor, found = weights.correction, Gradients()
+    correction, found = weights.correction, Gradients()
     for name, parameter in parameters.items():
         gradient, parameter.grad = parameter.grad, None  # Moved, not copied: only a single set of gradients is held.
         if gradient is None:
             found[name] = torch.zeros_like(parameter)
         else:
-            found[name] = gradient if isinstance(factor, float) and factor == 1 else gradient * factor
+            found[name] = gradient if isinstance(correction, float) and correction == 1 else gradient * correction
     return found
 
 

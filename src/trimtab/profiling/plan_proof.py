@@ -37,6 +37,7 @@ from trimtab.profiling.rounding_tolerance import (
     finite_norms,
     largest_difference,
     last_bits_moved,
+    low_precision,
     norms,
     total,
 )
@@ -361,7 +362,8 @@ def _compared(steps: _TwoSteps, changed: tuple[str, ...]) -> tuple[Difference, i
     except Exception as error:
         return _failed("proof.baseline_failed", "your loop", error, changed)
     steps.start.restore()
-    judge = _Judge(_FP32 if precision == "fp32" else _REDUCED, _state(steps.subject), expected)
+    is_reduced = precision != "fp32" or low_precision(steps.subject.trained)
+    judge = _Judge(_REDUCED if is_reduced else _FP32, _state(steps.subject), expected)
     if name := judge.non_finite():
         reason = f"two optimizer steps of your loop in {precision} make {name} NaN or infinite"
         return Proof(False, reason, _NON_FINITE, changed)

@@ -52,13 +52,13 @@ def finite_norms(tensors: Named) -> Norms:
     return _numbers({name: _norm(each) for name, each in zip(tensors, finite, strict=True)})
 
 
-def distances(left: Named, right: Named) -> Norms:
-    """Return the 2-norm of `left - right` by name; infinite for a missing tensor or another shape.
+def distances(left: Named, right: Named, factor: float = 1.0) -> Norms:
+    """Return the 2-norm of `left - right / factor` by name; infinite for a missing tensor or another shape.
 
     Equal infinities, and NaN at the same place, do not count as a difference.
     """
     same = [name for name, each in left.items() if name in right and each.shape == right[name].shape]
-    found = _numbers({name: _norm(_difference(left[name], right[name])) for name in same})
+    found = _numbers({name: _norm(_difference(left[name], right[name], factor)) for name in same})
     return {name: found.get(name, math.inf) for name in left}
 
 
@@ -75,9 +75,11 @@ def _numbers(found: Mapping[str, Tensor]) -> Norms:
     return dict(zip(found, torch.stack([each.to(device) for each in found.values()]).tolist(), strict=True))
 
 
-def _difference(left: Tensor, right: Tensor) -> Tensor:
+def _difference(left: Tensor, right: Tensor, factor: float) -> Tensor:
     device = left.device if left.is_cuda else right.device
-    left, right = _dense(left.detach()).to(device), _dense(right.detach()).to(device)
+    left, right = _exact(left.detach()).to(device), _exact(right.detach()).to(device)
+    if factor != 1.0:
+        right = right / factor
     found = left - right
     if bool(found.isfinite().all()):
         return found
@@ -105,6 +107,12 @@ def _ratio(error: float, limit: float) -> float:
     if error == 0.0:
         return 0.0
     return error / limit if limit > 0 else math.inf
+
+
+def low_precision(model: nn.Module) -> str:
+    """Return the name of a parameters' dtype smaller than fp32 (frozen and quantised parameters included), or ""."""
+    small = (p.dtype for p in model.parameters() if p.dtype.itemsize < torch.float32.itemsize)
+    return str(next(small, "")).removeprefix("torch.")
 
 
 @contextlib.contextmanager
@@ -157,6 +165,12 @@ def _parts(data: Tensor) -> Iterator[Tensor]:
     step = max(1, _PART * length // data.numel())
     for first in range(0, length, step):
         yield data.narrow(dimension, first, min(step, length - first))
+
+
+def _exact(tensor: Tensor) -> Tensor:
+    """Return a dense tensor in at least fp32: in half precision, the difference itself would be rounded."""
+    dense = _dense(tensor)
+    return dense.float() if dense.is_floating_point() and dense.itemsize < torch.float32.itemsize else dense
 
 
 def _dense(tensor: Tensor) -> Tensor:

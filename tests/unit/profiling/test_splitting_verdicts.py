@@ -289,10 +289,6 @@ REFUSED = {
         *(lambda: mlp(nn.BatchNorm1d(8)), gradient_penalty, class_batch()),
         "split.batch_statistics",
     ),
-    "weights in half precision": (
-        *(lambda: mlp().bfloat16(), class_mean, (class_batch()[0].bfloat16(), class_batch()[1])),
-        "split.half_weights",
-    ),
     "no two rows that fit": (lambda: mlp(), never_fits, class_batch(), "split.out_of_memory"),
     "a keeper of a queue": (lambda: mlp(Forward(keeps_a_queue)), class_mean, class_batch(), "split.state_changes"),
     "a count in Python": (lambda: mlp(Forward(counts_in_python)), class_mean, class_batch(), "split.state_changes"),
@@ -319,6 +315,71 @@ def test_what_is_computed_over_the_batch_may_not(model, loss_fn, batch, code):
     assert (check.splittable, check.code) == (False, code), check.reason
     if code in ("split.gradient_differs", "split.token_mean", "split.loss_is_sum"):
         assert check.relative_difference > TOLERANCE
+
+
+class Scaled(nn.Module):
+    """Has parameters of a single element, in which two roundings may agree by chance."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale, self.shift = nn.Parameter(torch.ones(())), nn.Parameter(torch.zeros(1))
+
+    def forward(self, x):
+        return x * self.scale + self.shift
+
+
+def class_mean_in_fp32(model, batch):
+    return nn.functional.cross_entropy(model(batch[0]).float(), batch[1])
+
+
+HALF_SPLITTABLE = {
+    "class means": (lambda: mlp(), class_mean, class_batch()),
+    "class means in fp32": (lambda: mlp(nn.LayerNorm(8), Scaled()), class_mean_in_fp32, class_batch()),
+    "token sums": (lambda: mlp(), token_sum, token_batch()),
+}
+HALF_REFUSED = {
+    name: REFUSED[name]
+    for name in (
+        "batch norm",
+        "batch norm without running statistics",
+        "an in-batch contrastive loss",
+        "statistics in the loss",
+        "a mean in training mode",
+        "a sum returned as a mean",
+        "token means of unequal lengths",
+        "a fixed number of rows",
+    )
+}
+
+
+def in_half(dtype, model, loss_fn, batch):
+    return subject(model().to(dtype), loss_fn, (batch[0].to(dtype), batch[1]))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(("model", "loss_fn", "batch"), HALF_SPLITTABLE.values(), ids=HALF_SPLITTABLE)
+def test_weights_in_half_precision_are_judged_by_their_own_rounding(model, loss_fn, batch, dtype):
+    check = check_splitting(in_half(dtype, model, loss_fn, batch))
+    assert (check.splittable, check.code) == (True, "split.proved"), check.reason
+    assert TOLERANCE < check.relative_difference <= check.tolerance < 0.2
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(("model", "loss_fn", "batch", "code"), HALF_REFUSED.values(), ids=HALF_REFUSED)
+def test_half_precision_excuses_no_coupling_loss(model, loss_fn, batch, code, dtype):
+    check = check_splitting(in_half(dtype, model, loss_fn, batch))
+    assert (check.splittable, check.code) == (False, code), check.reason
+
+
+def test_a_coupling_of_a_few_percent_is_found_in_bf16():
+    def weakly_coupled(model, batch):
+        out = model(batch[0])
+        return nn.functional.cross_entropy(out - 0.1 * out.mean(0), batch[1])
+
+    case = (lambda: mlp(), weakly_coupled, class_batch())
+    exact = check_splitting(subject(mlp(), weakly_coupled))
+    assert 0.01 < exact.relative_difference < 0.1
+    assert not check_splitting(in_half(torch.bfloat16, *case)).splittable
 
 
 def test_batch_norm_is_refused_by_one_forward_alone():
