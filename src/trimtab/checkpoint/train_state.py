@@ -166,6 +166,13 @@ def _require_alike(what: str, saved: Mapping[str, str], now: Mapping[str, str]) 
             )
 
 
+def _is_same(left: Any, right: Any) -> bool:
+    """Return True for equal tensors, or for values of another type, which are compared by `==`."""
+    if isinstance(left, Tensor):
+        return torch.equal(left, right.to(left.device))
+    return bool(left == right)
+
+
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
@@ -213,7 +220,15 @@ class ModelState(Stateful):
         return self._model.state_dict()
 
     def _put(self, own: Mapping[str, Any]) -> None:
-        self._model.load_state_dict(own)
+        # Not strict: quantised layers write values that their `load_state_dict` rejects (scales of bitsandbytes).
+        rejected = self._model.load_state_dict(own, strict=False).unexpected_keys
+        now = self._own() if rejected else {}
+        for name in rejected:
+            if not _is_same(now[name], own[name]):
+                problem = f"{name} differs from the checkpoint, but the model's load_state_dict does not restore it."
+                raise ModelError(
+                    f"{self._name}: {name}", problem=problem, got="another value", hint=_SAME_MODEL, code="model.state_not_restored"
+                )
 
     def loading(self, state: Any) -> Load:
         """Return a function for copying the values into the existing tensors.
