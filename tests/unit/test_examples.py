@@ -145,7 +145,11 @@ def test_python_blocks_are_found() -> None:
     assert {"docs/start.md", "docs/nanogpt.md", "docs/memory.md"} <= set(WITH_PYTHON)
 
 
-@pytest.mark.filterwarnings("ignore:.*does not have many workers.*", "ignore:.*treespec.*:FutureWarning")
+@pytest.mark.filterwarnings(
+    "ignore:.*does not have many workers.*",
+    "ignore:.*treespec.*:FutureWarning",
+    "ignore:.*is_gradient_checkpointing:FutureWarning",  # of PEFT
+)
 @pytest.mark.usefixtures("brief_trials")
 @pytest.mark.parametrize("page", WITH_PYTHON)
 def test_python_blocks_run(page: str, tmp_path, monkeypatch) -> None:

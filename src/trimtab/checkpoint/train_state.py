@@ -227,7 +227,11 @@ class ModelState(Stateful):
             if not _is_same(now[name], own[name]):
                 problem = f"{name} differs from the checkpoint, but the model's load_state_dict does not restore it."
                 raise ModelError(
-                    f"{self._name}: {name}", problem=problem, got="another value", hint=_SAME_MODEL, code="model.state_not_restored"
+                    f"{self._name}: {name}",
+                    problem=problem,
+                    got="another value",
+                    hint=_SAME_MODEL,
+                    code="model.state_not_restored",
                 )
 
     def loading(self, state: Any) -> Load:

@@ -27,6 +27,7 @@ from trimtab.planner import recompute_candidates
 from trimtab.planner.trial_statistics import ratio_by_longest
 from trimtab.plans.profile import SAME_BYTES, SLICED, Candidate, Profile, TracedCandidate, Trial
 from trimtab.settings import NOT_MODES, OWN_PHASE, SAME_PEAK
+from trimtab.settings.micro_batch import MOST_NARROW
 
 # Roofline model (Williams et al. 2009): an operator's time is the maximum of its compute time and its memory time.
 
@@ -276,6 +277,11 @@ class CostModel:
 
     def traced_bytes(self, candidate: Candidate) -> int | None:
         """Return the traced peak without a margin; None if not traced."""
+        found = self._traced_bytes(candidate)
+        is_wide = self._count(candidate) > MOST_NARROW and self._profile.reference.accumulate == 1
+        return found + self._profile.loop.wide_gradient_bytes if found is not None and is_wide else found
+
+    def _traced_bytes(self, candidate: Candidate) -> int | None:
         if candidate.recompute is not None:
             return self._chained_bytes(candidate)
         traced = self._trace_of(candidate)

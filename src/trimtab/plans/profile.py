@@ -243,6 +243,7 @@ class LoopFacts:
         head_refusal: reason why it cannot although the model has a large linear layer, or "".
         kinds_of_blocks: number of kinds of the model's blocks, relative to the number of blocks, so that 1/12 means 12
             equal blocks; None if no kind repeats.
+        wide_gradient_bytes: additional bytes of gradients that are accumulated in fp32 for half-precision weights.
     """
 
     num_parameters: int
@@ -273,6 +274,7 @@ class LoopFacts:
     bitwise_only: str = ""
     head_refusal: str = ""
     kinds_of_blocks: float | None = None
+    wide_gradient_bytes: int = 0
 
 
 @dataclass(frozen=True)

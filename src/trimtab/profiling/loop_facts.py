@@ -63,6 +63,11 @@ def loop_facts(
         head_tokens=largest and largest[0],
         head_words=largest and largest[1],
         kinds_of_blocks=len(groups) / sum(map(len, groups.values())) if groups else None,
+        wide_gradient_bytes=sum(
+            p.numel() * (torch.float32.itemsize - p.element_size())
+            for p in parameters
+            if p.requires_grad and p.element_size() < torch.float32.itemsize
+        ),
     )
 
 

@@ -16,6 +16,10 @@ if TYPE_CHECKING:
     from trimtab.plans.plan import Plan
     from trimtab.plans.profile import Profile
 
+# Up to this number of micro-batches, gradients of half-precision weights are accumulated in the dtype of the weights.
+# The error that the sum adds is then that of a rounding of the result or less (docs/LOG.md).
+MOST_NARROW = 8
+
 
 class MicroBatch(Setting):
     """Samples per forward and backward; the default of a plan is the whole batch."""

@@ -23,6 +23,7 @@ class Backend:
         exchange: metadata exchange with the other ranks.
         in_step: True if every micro-batch has collectives, so that all ranks need equally many.
         may_retry: True if one rank may repeat a window before reducing its gradient.
+        accumulates_alone: True if autograd accumulates in `Parameter.grad`, and no reduction reads it.
         model: the model to call; available after `spread`.
         optimizer: the optimizer to step, whose groups contain all trained parameters; available after `spread`.
     """
@@ -30,6 +31,7 @@ class Backend:
     exchange: Any  # A `MetadataExchange`; subclasses use further methods of theirs.
     in_step: bool
     may_retry: bool
+    accumulates_alone: bool = False
     model: nn.Module
     optimizer: torch.optim.Optimizer
 
@@ -98,6 +100,7 @@ class UserBackend(Backend):
             self._sync.require_all(optimizer, of_user=True)
         used = ShardedParameterUse(model, self.exchange)
         self._used = used if used.is_needed else None
+        self.accumulates_alone = self.exchange.num_ranks == 1 and self._sync is None and self._used is None
 
     def settle(self) -> None:
         if self._sync is not None:

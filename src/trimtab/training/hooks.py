@@ -3,11 +3,12 @@
 A run calls the hooks of an event in this order, a contract between the hooks:
 
 1. `OutOfMemoryRetry` takes its snapshot first, before any other hook or the loop changes state.
-2. `BatchSizeController` measures a window from its first micro-batch to its end.
-3. `LeftoverGradientChanges` compares the gradients with those that the run left.
-4. `EvaluationMode` looks at the model's mode.
-5. `RankSync` forgets the window only after the others have used the values agreed between ranks.
-6. `EarlyStopping` may end the run.
+2. `WideGradients` rounds fp32 gradients of half-precision weights before other hooks read the sum.
+3. `BatchSizeController` measures a window from its first micro-batch to its end.
+4. `LeftoverGradientChanges` compares the gradients with those that the run left.
+5. `EvaluationMode` looks at the model's mode.
+6. `RankSync` forgets the window only after the others have used the values agreed between ranks.
+7. `EarlyStopping` may end the run.
 
 Recording, skipped steps, the growth of micro-batches and the check of the loss are part of `Run.step`, around
 `window_ends`: a record contains the window before the events caused by the end of the window, and an error of the check

@@ -51,6 +51,7 @@ from trimtab.training.split_conditions import for_model
 from trimtab.training.step_recorder import StepRecorder
 from trimtab.training.training_progress import TrainingProgress
 from trimtab.training.user_hooks import HookChecks
+from trimtab.training.wide_gradients import wide_gradients
 from trimtab.training.window import AgreedWindow, OpenWindow, Window, WindowIterator, WindowMaker, unshared
 from trimtab.training.window_snapshot import OutOfMemoryRetry, recovers_from
 
@@ -108,8 +109,7 @@ class Run:
         self.loss = torch.tensor(float("nan"))
         self.grad_norm: Tensor | None = None
         self._auxiliary: list[Any] = []
-        self._has_auxiliary = False
-        self._has_begun = False  # The first window was opened.
+        self._has_auxiliary = self._has_begun = False  # _has_begun: the first window was opened.
         self._is_loss_checked = on_trial  # Planning has checked the loss already.
         self._open, self._stopping, self._unequal = OpenWindow(), EarlyStopping(stop, plan), UnequalBatches(plan)
         self._peers = RankSync(exchange, self.note, in_step=backend.in_step) if exchange.num_ranks > 1 else None
@@ -148,6 +148,7 @@ class Run:
         )
         self._hooks = Hooks(
             self._retry,
+            wide_gradients(optimizer, plan) if backend.accumulates_alone else None,
             self._control,
             LeftoverGradientChanges(optimizer, self._remove_hook) if may_look else None,
             None if on_trial else EvaluationMode(model, self._remove_hook),

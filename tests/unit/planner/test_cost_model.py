@@ -10,10 +10,11 @@ from hypothesis import strategies as st
 from simulated_machine import HEAD, MIB, Machine, measured
 
 from trimtab.core.memory_model import PeakMemoryModel
-from trimtab.core.objective import Budget, Objective
+from trimtab.core.objective import Budget, Objective, Reference
 from trimtab.planner.cost_model import CONVOLUTIONS, MARGIN, CostModel
 from trimtab.planner.search_space import priced_candidates
 from trimtab.plans.profile import Candidate
+from trimtab.settings.micro_batch import MOST_NARROW
 
 REFERENCE = Candidate(64)
 MEMORY = Objective(time=1, memory=1)
@@ -158,3 +159,15 @@ def test_a_batch_that_is_free_holds_gradients_beside_a_forward():
     kept, freed = (replace(profile, traces=traces, adapts_batch_size=frees) for frees in (False, True))
     assert CostModel(kept).predict(REFERENCE).peak_bytes < CostModel(freed).predict(REFERENCE).peak_bytes
     assert CostModel(freed).predict(REFERENCE).peak_bytes >= 900 * MIB
+
+
+@pytest.mark.parametrize(("accumulate", "extra"), [(1, MIB), (16, 0)])
+def test_fp32_sums_of_many_micro_batches_need_memory(accumulate, extra):
+    """Unless the loop's own accumulation makes these sums in half precision."""
+    reference = Reference(accumulate=accumulate)
+    facts = {"reference": reference, "always": True, "can_retain": False}
+    wide = CostModel(measured(Machine(), wide_gradient_bytes=MIB, **facts))
+    narrow = CostModel(measured(Machine(), **facts))
+    for rows in (64, 64 // MOST_NARROW, 4):
+        added = wide.traced_bytes(Candidate(rows)) - narrow.traced_bytes(Candidate(rows))
+        assert added == (extra if rows == 4 else 0)
