@@ -538,6 +538,8 @@ def _cause(whole: _WholeBatch, pieces: Sequence[tuple[Any, int]], found: Differe
         why = "because the loss is a mean over terms (such as tokens) and samples have different numbers of terms"
         return _refused("split.token_mean", f"{text}, {why}. {remedy}", found.relative)
     reason = f"{text}, because the loss or the model couples samples"
+    if whole.low_precision:  # torch's CPU kernels sum some gradients over all samples in bf16 (docs/LOG.md).
+        reason += f", or because an operator sums over samples in {whole.low_precision}"
     return _refused("split.gradient_differs", reason, found.relative)
 
 
