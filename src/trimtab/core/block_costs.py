@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, TypeVar
 
@@ -14,17 +14,22 @@ Seconds = Callable[[int, int], float]  # Seconds of a stage, by (stage index, sa
 
 @dataclass(frozen=True)
 class ExpensivePart:
-    """Costs of a block that keeps only the outputs of matrix products and attention, and recomputes the rest.
+    """Costs of a block that keeps only the results of some operators, and recomputes the rest.
 
     Args:
         backward_bytes: peak of the backward, beyond saved_bytes and the output's gradient.
         recompute_s: seconds to compute the rest.
+        results: indices of the expensive operators whose results are kept; None for matrix products and attention.
+        forward_share: operators recomputed beyond those of a block that keeps matrix products and attention, as a
+            fraction of the block's forward time; negative if fewer are recomputed.
     """
 
     saved_bytes: int
     backward_bytes: int
     recompute_s: float
     passing_bytes: int = 0
+    results: tuple[int, ...] | None = None
+    forward_share: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -47,7 +52,8 @@ class BlockCost:
         passing_bytes: held until the end of the whole forward, and not saved: autocast's cache of weights.
         cached_bytes: the same, if nothing is kept.
         is_linked: True if only the next stage uses the output, so that a segment may extend beyond this stage.
-        part: costs of keeping the expensive part only, if possible.
+        part: costs of keeping the results of matrix products and attention only, if possible.
+        levels: costs of keeping other sets of results.
     """
 
     forward_s: float
@@ -63,6 +69,12 @@ class BlockCost:
     cached_bytes: int = 0
     is_linked: bool = True
     part: ExpensivePart | None = None
+    levels: tuple[ExpensivePart, ...] = ()
+
+    @property
+    def parts(self) -> tuple[ExpensivePart, ...]:
+        """All ways to keep the stage in part."""
+        return (*(() if self.part is None else (self.part,)), *self.levels)
 
 
 Cost = TypeVar("Cost", BlockCost, ExpensivePart)
@@ -123,26 +135,42 @@ class BlockChainModel:
     def _each(self, change: Callable[[BlockChain], BlockChain]) -> BlockChainModel:
         return replace(self, few=change(self.few), many=change(self.many))
 
-    def with_parts(self, traced: BlockChainModel) -> BlockChainModel:
-        """Return the chain with the costs of expensive parts, of a chain traced with only these kept."""
+    def with_parts(self, traced: BlockChainModel, levels: Sequence[KeptResults] = ()) -> BlockChainModel:
+        """Return the chain with the costs of blocks kept in part.
 
-        def parted(chain: BlockChain, parts: BlockChain) -> BlockChain:
+        Args:
+            traced: the chain with the results of matrix products and attention kept.
+            levels: other sets of results, with chains that keep them.
+        """
+
+        def parted(chain: BlockChain, parts: BlockChain, others: Sequence[BlockChain]) -> BlockChain:
             *stages, last = chain.stages
-            found = (ExpensivePart(p.saved_bytes, p.backward_bytes, 0.0, p.passing_bytes) for p in parts.stages)
-            kept = (replace(stage, part=part) for stage, part in zip(stages, found, strict=False))
-            return replace(chain, stages=(*kept, last))
+            found = []
+            for index, stage in enumerate(stages):
+                each = {
+                    level.results[index]: _part(other.stages[index], level.results[index], level.shares[index])
+                    for level, other in zip(levels, others, strict=True)
+                }
+                found.append(replace(stage, part=_part(parts.stages[index]), levels=tuple(each.values())))
+            return replace(chain, stages=(*found, last))
 
-        return replace(self, few=parted(self.few, traced.few), many=parted(self.many, traced.many))
+        few = parted(self.few, traced.few, [level.traced.few for level in levels])
+        many = parted(self.many, traced.many, [level.traced.many for level in levels])
+        return replace(self, few=few, many=many)
 
     def with_seconds(self, forward_s: Seconds, part_s: Seconds) -> BlockChainModel:
-        """Return the chain with the seconds of a stage's forward, and of that without its expensive part."""
+        """Return the chain with the seconds of a stage's forward, and of that without matrix products and attention."""
 
         def timed(chain: BlockChain, rows: int) -> BlockChain:
             *stages, last = chain.stages
             found = []
             for index, stage in enumerate(stages):
-                part = stage.part and replace(stage.part, recompute_s=part_s(index, rows))
-                found.append(replace(stage, forward_s=forward_s(index, rows), part=part))
+                whole_s, rest_s = forward_s(index, rows), part_s(index, rows)
+                part = stage.part and replace(stage.part, recompute_s=rest_s)
+                levels = tuple(
+                    replace(each, recompute_s=max(0.0, rest_s + each.forward_share * whole_s)) for each in stage.levels
+                )
+                found.append(replace(stage, forward_s=whole_s, part=part, levels=levels))
             return replace(chain, stages=(*found, last))
 
         fewer, more = self.rows
@@ -150,7 +178,8 @@ class BlockChainModel:
 
     def _stage(self, few: BlockCost, many: BlockCost, rows: int) -> BlockCost:
         part = few.part and many.part and self._interpolated(few.part, many.part, rows)
-        return replace(self._interpolated(few, many, rows), part=part)
+        levels = tuple(self._interpolated(*pair, rows) for pair in zip(few.levels, many.levels, strict=True))
+        return replace(self._interpolated(few, many, rows), part=part, levels=levels)
 
     def _interpolated(self, few: Cost, many: Cost, rows: int) -> Cost:
         """Return the costs with all bytes and seconds on lines; none but gradients is below 0."""
@@ -175,3 +204,67 @@ class BlockChainModel:
     def _line(self, few: int, many: int, rows: int) -> int:
         fewer, more = self.rows
         return math.ceil(few + (many - few) * (rows - fewer) / (more - fewer))
+
+
+@dataclass(frozen=True)
+class KeptResults:
+    """A set of kept results for every block, with the chain that keeps them.
+
+    Args:
+        results: for every block, as in `ExpensivePart`.
+        shares: `forward_share` of every block.
+    """
+
+    traced: BlockChainModel
+    results: tuple[tuple[int, ...], ...]
+    shares: tuple[float, ...]
+
+
+def _part(stage: BlockCost, results: tuple[int, ...] | None = None, share: float = 0.0) -> ExpensivePart:
+    """Return the costs of a stage that was traced with only some results kept."""
+    return ExpensivePart(stage.saved_bytes, stage.backward_bytes, 0.0, stage.passing_bytes, results, share)
+
+
+@dataclass(frozen=True)
+class ExpensiveOperator:
+    """A matrix product, convolution, attention, or an operator that draws random numbers, in a block's forward.
+
+    Args:
+        num_bytes: bytes of its results.
+        is_random: True if it draws random numbers.
+        is_needed: True if backward needs the results, or recomputes other tensors from them.
+    """
+
+    num_bytes: int
+    seconds: float
+    is_random: bool
+    is_needed: bool = False
+
+
+def levels_of(
+    operators: Sequence[ExpensiveOperator], forward_s: float, most: int
+) -> list[tuple[tuple[int, ...], float]]:
+    """Return up to `most` sets of kept results of a block, and for each the `forward_share` of `ExpensivePart`.
+
+    Results are given up in the order of bytes per second of recomputation. The first set keeps all results, unless that
+    is the set of matrix products and attention; the last keeps none that backward needs.
+
+    Args:
+        forward_s: seconds of all operators of the block's forward.
+    """
+    needed = [index for index, each in enumerate(operators) if each.is_needed]
+    order = sorted(needed, key=lambda index: operators[index].num_bytes / max(operators[index].seconds, 1e-9))[::-1]
+    has_random = any(operators[index].is_random for index in needed)
+    numbers = range(0 if has_random else 1, len(order) + 1)
+    if len(numbers) > most:
+        numbers_chosen = [numbers[round(place * (len(numbers) - 1) / (most - 1))] for place in range(most)]
+    else:
+        numbers_chosen = [*numbers]
+    found = []
+    for number in numbers_chosen:
+        given_up = set(order[:number])
+        more_s = sum(operators[index].seconds for index in given_up if not operators[index].is_random)
+        less_s = sum(operators[index].seconds for index in order[number:] if operators[index].is_random)
+        results = tuple(index for index in range(len(operators)) if index not in given_up)
+        found.append((results, (more_s - less_s) / forward_s if forward_s > 0 else 0.0))
+    return found

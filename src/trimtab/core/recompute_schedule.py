@@ -1,12 +1,15 @@
 """Activation checkpointing schedules of a model's blocks, and a notation for schedules.
 
 `0-3 (4) (5-6) ~7 8` keeps the activations of blocks 0 to 3 and 8, recomputes block 4 alone and blocks 5 and 6
-together, and keeps only the outputs of matrix products and attention of block 7. Segments may be nested, as in `((0)
-1) 2`.
+together, and keeps only the results of matrix products and attention of block 7. `~7[0,2-3]` keeps only three results
+of block 7: those of its expensive operators 0, 2 and 3, counted from 0 in the order of the forward. Expensive operators
+are matrix products, convolutions, attention and those that draw random numbers. `~7[]` keeps none of them. Segments may
+be nested, as in `((0) 1) 2`.
 """
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -20,14 +23,25 @@ _MOST_BLOCKS, _DEEPEST = 10_000, 300
 
 @dataclass(frozen=True)
 class KeptBlock:
-    """A stage with kept activations: all, or `in_part` only results of matrix products and attention. Counted from 0.
+    """A stage with kept activations. A stage kept in part must be outside of all segments.
 
-    A stage kept in part must be outside of all segments: the segment's first forward would hold that part until the
-    end.
+    The first forward of a segment would hold that part until the end.
+
+    Args:
+        index: the stage, counted from 0.
+        in_part: keep only the results of some operators.
+        results: indices of the expensive operators whose results are kept, in ascending order; None for matrix
+            products and attention. Only with `in_part`.
     """
 
     index: int
     in_part: bool = False
+    results: tuple[int, ...] | None = None
+
+    @property
+    def detail(self) -> tuple[bool, tuple[int, ...] | None]:
+        """How the stage is kept."""
+        return self.in_part, self.results
 
 
 @dataclass(frozen=True)
@@ -90,9 +104,10 @@ def to_notation(schedule: Schedule) -> str:
 def _written(schedule: Schedule) -> Iterator[str]:
     run: list[KeptBlock] = []
     for part in (*schedule, None):
-        if run and not (isinstance(part, KeptBlock) and part.in_part == run[0].in_part):
-            numbers = f"{run[0].index}" if len(run) == 1 else f"{run[0].index}-{run[-1].index}"
-            yield f"~{numbers}" if run[0].in_part else numbers
+        if run and not (isinstance(part, KeptBlock) and part.detail == run[0].detail):
+            in_part, results = run[0].detail
+            numbers = _range(run[0].index, run[-1].index)
+            yield f"{'~' if in_part else ''}{numbers}{'' if results is None else f'[{_numbers(results)}]'}"
             run = []
         if isinstance(part, KeptBlock):
             run.append(part)
@@ -100,9 +115,21 @@ def _written(schedule: Schedule) -> Iterator[str]:
             yield f"({to_notation(part.parts)})"
 
 
+def _range(first: int, last: int) -> str:
+    return f"{first}" if first == last else f"{first}-{last}"
+
+
+def _numbers(numbers: tuple[int, ...]) -> str:
+    """Return ascending numbers as text, such as "0,2-3"."""
+    # Consecutive numbers have a common difference to their position.
+    groups = itertools.groupby(enumerate(numbers), lambda each: each[1] - each[0])
+    runs = ([number for _, number in group] for _, group in groups)
+    return ",".join(_range(run[0], run[-1]) for run in runs)
+
+
 def read_schedule(text: str) -> Schedule:
     """Return the schedule of a notation; `FormatError` for an invalid notation."""
-    tokens = re.findall(r"[()]|~?\d+(?:-\d+)?|\S", text)
+    tokens = re.findall(r"[()]|~?\d+(?:-\d+)?(?:\[[^\]]*\])?|\S", text)
     parts, rest = _read(tokens)
     if rest or not parts:
         raise _no_schedule(text)
@@ -123,16 +150,32 @@ def _read(tokens: list[str], depth: int = 0) -> tuple[Schedule, list[str]]:
             parts.append(RecomputedSegment(inner))
             tokens = tokens[1:]
             continue
-        found = re.fullmatch(r"(~?)(\d+)(?:-(\d+))?", token)
-        if found is None:
+        found = re.fullmatch(r"(~?)(\d+(?:-\d+)?)(?:\[(.*)\])?", token)
+        if found is None or (found[3] is not None and not found[1]):
             raise _no_schedule(token)
-        numbers = found[2], found[3] or found[2]
-        if max(map(len, numbers)) >= len(str(_MOST_BLOCKS)) or int(numbers[0]) > int(numbers[1]):
-            raise _no_schedule(token)
-        parts += [KeptBlock(index, in_part=bool(found[1])) for index in range(int(numbers[0]), int(numbers[1]) + 1)]
+        results = None if found[3] is None else _ascending(found[3], token)
+        parts += [KeptBlock(index, bool(found[1]), results) for index in _interval(found[2], token)]
         if len(parts) > _MOST_BLOCKS:
             raise _no_schedule(" ".join(tokens))
     return tuple(parts), tokens
+
+
+def _interval(text: str, token: str) -> range:
+    """Return the numbers of "3" or "3-5"."""
+    found = re.fullmatch(r"(\d+)(?:-(\d+))?", text)
+    numbers = (found[1], found[2] or found[1]) if found is not None else ()
+    if not numbers or max(map(len, numbers)) >= len(str(_MOST_BLOCKS)) or int(numbers[0]) > int(numbers[1]):
+        raise _no_schedule(token)
+    return range(int(numbers[0]), int(numbers[1]) + 1)
+
+
+def _ascending(text: str, token: str) -> tuple[int, ...]:
+    """Return the numbers of "0,2-3"; "" has none."""
+    runs = [_interval(each.strip(), token) for each in text.split(",")] if text.strip() else []
+    numbers = tuple(itertools.islice(itertools.chain(*runs), _MOST_BLOCKS))
+    if any(later <= sooner for sooner, later in itertools.pairwise(numbers)):
+        raise _no_schedule(token)
+    return numbers
 
 
 def _no_schedule(text: str) -> FormatError:

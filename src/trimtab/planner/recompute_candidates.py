@@ -96,8 +96,10 @@ def in_words(found: RecomputableBlocks, candidate: Candidate) -> str:
     number, parts = len(found.blocks), list[str]()
     schedule = schedule_of(candidate.recompute or "", number)
     again = sum(len(part.stages) for part in schedule if isinstance(part, RecomputedSegment))
-    in_part = sum(kept.in_part for kept in kept_in(schedule))
     parts += [f"{again} of {number} blocks"] if again else []
+    in_part = [kept.results for kept in kept_in(schedule) if kept.in_part]
+    plain, chosen = in_part.count(None), len(in_part) - in_part.count(None)
     cheap = "all operators except matrix products and attention"
-    parts += [f"{cheap} in {in_part} of {number} blocks"] if in_part else []
+    parts += [f"{cheap} in {plain} of {number} blocks"] if plain else []
+    parts += [f"the operators chosen by cost in {chosen} of {number} blocks"] if chosen else []
     return f"recomputed in backward: {', and '.join(parts)}"

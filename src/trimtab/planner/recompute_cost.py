@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from trimtab.core.block_costs import BlockCost
+from trimtab.core.block_costs import BlockCost, ExpensivePart
 from trimtab.core.errors import ValueGivenError
 from trimtab.core.recompute_schedule import (
     EVERY_BLOCK,
@@ -64,11 +64,11 @@ def sqrt_segments(num_stages: int, links: Sequence[bool] = ()) -> Schedule:
 def predict(chain: Sequence[BlockCost], schedule: Schedule) -> ScheduleCost:
     """Return the memory and recomputation of a schedule; `ValueGivenError` unless it has every stage once, in order."""
     check_schedule(schedule, len(chain))
-    if any(kept.in_part and chain[kept.index].part is None for kept in kept_in(schedule)):
+    if any(kept.in_part and part_of(chain[kept.index], kept) is None for kept in kept_in(schedule)):
         raise ValueGivenError(
             "schedule",
-            got="~ for a block without matrix products or attention",
-            expected="~ only for blocks that have one",
+            got="~ for a block whose cost is unknown with these results kept",
+            expected="results among those measured for the block",
             hint="Recompute this block as a whole, or keep its activations.",
         )
     step = _Step(chain)
@@ -101,7 +101,7 @@ class _Step:
         if isinstance(part, RecomputedSegment):
             return sum(self._chain[index].cached_bytes for index in part.stages)
         stage = self._chain[part.index]
-        return stage.part.passing_bytes if part.in_part and stage.part else stage.passing_bytes
+        return (part_of(stage, part) or stage).passing_bytes
 
     def _beside(self, part: Part) -> int:
         return sum(self._chain[index].beside_bytes for index in stages_of(part))
@@ -129,7 +129,8 @@ class _Step:
                 self._held -= kept_bytes(stage, part)
                 self._note(backward_need(stage, part))
                 self._gradients += stage.gradient_bytes
-                self.recompute_s += stage.part.recompute_s if part.in_part and stage.part else 0.0
+                found = part_of(stage, part)
+                self.recompute_s += found.recompute_s if found else 0.0
                 continue
             output = self._chain[part.stages[-1]].output_bytes
             self._held -= output
@@ -141,13 +142,19 @@ class _Step:
         self.peak = max(self.peak, self._held + self._gradients + self._cached + more)
 
 
+def part_of(stage: BlockCost, kept: KeptBlock) -> ExpensivePart | None:
+    """Return the costs of a stage kept in part; None if it is kept whole, or was not measured like this."""
+    found = (each for each in stage.parts if each.results == kept.results)
+    return next(found, None) if kept.in_part else None
+
+
 def kept_bytes(stage: BlockCost, kept: KeptBlock) -> int:
     """Return the bytes held by a stage between forward and backward."""
-    return stage.part.saved_bytes if kept.in_part and stage.part else stage.saved_bytes
+    return (part_of(stage, kept) or stage).saved_bytes
 
 
 def backward_need(stage: BlockCost, kept: KeptBlock) -> int:
     """Return the peak bytes of a stage's backward, including saved tensors and the output's gradient."""
-    if kept.in_part and stage.part:
-        return stage.part.saved_bytes + stage.output_bytes + stage.part.backward_bytes
+    if (part := part_of(stage, kept)) is not None:
+        return part.saved_bytes + stage.output_bytes + part.backward_bytes
     return stage.saved_bytes - stage.spare_bytes + stage.output_bytes + stage.backward_bytes

@@ -59,11 +59,10 @@ def optimal(chain: Sequence[BlockCost], limit_bytes: int, slots: int = SLOTS) ->
         return None
     slacks = SLACKS if limit_bytes > slots else tuple(slack for slack in SLACKS if slack <= 1.0)
     table = _Table(chain, slacks[0] * limit_bytes, slots)
-    for slack in slacks:
-        schedule = table.schedule(slack * limit_bytes)
-        if schedule is not None and predict(chain, schedule).peak_bytes <= limit_bytes:
-            return schedule
-    return None
+    found = [schedule for slack in slacks if (schedule := table.schedule(slack * limit_bytes)) is not None]
+    costs = [(predict(chain, schedule), schedule) for schedule in dict.fromkeys(found)]
+    within = [(cost.recompute_s, schedule) for cost, schedule in costs if cost.peak_bytes <= limit_bytes]
+    return min(within, key=lambda each: each[0], default=(0.0, None))[1]
 
 
 def by_shares(chain: BlockChain) -> tuple[str, ...]:
@@ -125,12 +124,11 @@ class _Table:
         """Return the ways to keep a stage: slots held, slots required, and recomputed seconds."""
         stage, found = self._chain[index], []
         forward, before = self._always(last) + stage.forward_bytes, self._gradients[index]
-        ways = [KeptBlock(index)]
-        if stage.part is not None and last == self._num - 1:  # With an earlier last stage, this stage is in a segment.
-            ways.append(KeptBlock(index, in_part=True))
-        for kept in ways:
+        ways = [(KeptBlock(index), 0.0)]
+        if last == self._num - 1:  # With an earlier last stage, this stage is in a segment.
+            ways += [(KeptBlock(index, in_part=True, results=each.results), each.recompute_s) for each in stage.parts]
+        for kept, recompute_s in ways:
             need = self._slots(max(forward, before + backward_need(stage, kept)))
-            recompute_s = stage.part.recompute_s if kept.in_part and stage.part else 0.0
             held = self._slots(kept_bytes(stage, kept)) + self._held_beside(index, last)
             found.append((kept, held, need, recompute_s))
         return found

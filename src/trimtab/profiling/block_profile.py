@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from trimtab.core.block_costs import BlockChainModel
+from trimtab.core.block_costs import BlockChainModel, KeptResults, levels_of
 from trimtab.core.errors import ModelError
 from trimtab.core.recompute_schedule import EVERY_BLOCK, KeptBlock, RecomputedSegment, Schedule, schedule_of
 from trimtab.measure.block_memory import chains_through, trace_stages
@@ -26,13 +26,14 @@ from trimtab.profiling.measurement_notes import describe
 from trimtab.profiling.training_loop import TrainingLoop
 from trimtab.profiling.trials import step_until_applied, timer
 from trimtab.state.peak_memory import state_tensors, storage_bytes
-from trimtab.techniques.activation_checkpointing import use_schedule
+from trimtab.techniques.activation_checkpointing import survey_operators, use_schedule
 from trimtab.training.batch import to_device
 
 T = TypeVar("T")
 _MEASURING_S = 1.0  # Seconds per schedule, if more than the fewest steps fit.
 _MOST = 10
-_OTHERS = 14  # Steps for finding loss scales, trying blocks and timing their forwards.
+_OTHERS = 16  # Steps for finding loss scales, trying blocks and timing their forwards and operators.
+_MOST_LEVELS = 4  # Sets of kept results traced for each block.
 _SMALLER = 4  # Ratio of the larger to the smaller micro-batch.
 # Lower bounds, as fractions of the blocks' forward time, for recomputation of whole blocks and in part, because the
 # measured difference may be lost in noise.
@@ -177,13 +178,13 @@ def _measured(subject: TrainingLoop, candidate: Candidate, *, splits: bool) -> R
     if not has_two_sizes(subject.batch, subject.batching):
         refusal = f"the batch of {subject.rows} samples cannot be traced at two micro-batch sizes"
         return RecomputableBlocks(candidate, refusal=refusal, code="recompute.batch_too_small")
-    chains, parts, seconds = _traced(subject, candidate)
+    chains, parts, levels, seconds = _traced(subject, candidate)
     forward_s = sum(seconds)
     shares = [each / forward_s if forward_s > 0 else 1 / len(names) for each in seconds]
     schedules = [schedule_of(EVERY_BLOCK, len(names)), *([in_part_of(len(names))] if parts else [])]
     step_s, lines = measure_seconds(subject, candidate, schedules, splits=splits, forward_s=forward_s)
     if parts:
-        chains = [chain.with_parts(part) for chain, part in zip(chains, parts, strict=True)]
+        chains = [chain.with_parts(*each) for chain, *each in zip(chains, parts, levels, strict=True)]
     again, in_part = (lambda index, rows, line=line: shares[index] * line.at(rows) for line in (lines[0], lines[-1]))
     chains = [chain.with_seconds(again, in_part) for chain in chains]
     held = storage_bytes(state_tensors(subject.optimizer)) + subject.start_bytes
@@ -202,8 +203,11 @@ def _measured(subject: TrainingLoop, candidate: Candidate, *, splits: bool) -> R
 
 def _traced(
     subject: TrainingLoop, candidate: Candidate
-) -> tuple[list[BlockChainModel], list[BlockChainModel], list[float]]:
-    """Return the chains, the chains with blocks kept in part ([] if not possible), and the blocks' forward seconds."""
+) -> tuple[list[BlockChainModel], list[BlockChainModel], list[list[KeptResults]], list[float]]:
+    """Return the chains, the chains with blocks kept in part ([] if not possible), and the blocks' forward seconds.
+
+    The third entry has, for every chain, those with other sets of kept results.
+    """
     names = subject.blocks.names
     with subject.start(candidate) as run:
         step = functools.partial(subject.step, run)
@@ -228,10 +232,29 @@ def _traced(
             in_part = in_part_of(len(names))
             parts = trace(prepare=lambda copy: use_schedule(copy, names, in_part), drops=False)
             with_schedule(run.model, names, in_part, step)
+            levels = _levels(run.model, names, step, trace)
         except (ModelError, RuntimeError):  # For example, a block overwrites a tensor that is kept.
-            parts = []
+            parts, levels = [], []
         forward_s = forward_seconds(step, run.model, names, subject.device, steps=_FORWARDS)
-    return chains, parts, list(forward_s)
+    return chains, parts, levels, list(forward_s)
+
+
+def _levels(
+    model: nn.Module, names: Sequence[str], step: Callable[[], object], trace: Callable[..., list[BlockChainModel]]
+) -> list[list[KeptResults]]:
+    """Return sets of kept results of the blocks, traced with the chain of every kind."""
+    survey_operators(model, names, step)  # Allocates memory.
+    surveys = survey_operators(model, names, step)
+    of_blocks = [levels_of(each.found, each.forward_s, _MOST_LEVELS) for each in surveys]
+    found: list[list[KeptResults]] = []
+    for place in range(max(map(len, of_blocks))):
+        # Blocks with fewer sets repeat their last set.
+        chosen = [each[min(place, len(each) - 1)] if each else ((), 0.0) for each in of_blocks]
+        results, shares = tuple(kept for kept, _ in chosen), tuple(share for _, share in chosen)
+        schedule = tuple(KeptBlock(index, in_part=True, results=kept) for index, kept in enumerate(results))
+        traced = trace(prepare=lambda copy, schedule=schedule: use_schedule(copy, names, schedule), drops=False)
+        found.append([KeptResults(chain, results, shares) for chain in traced])
+    return [list(each) for each in zip(*found, strict=True)]
 
 
 def in_part_of(number: int) -> Schedule:

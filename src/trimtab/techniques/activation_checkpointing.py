@@ -3,7 +3,8 @@
 The class of a block is replaced by a subclass whose forward goes through `torch.utils.checkpoint` (non-reentrant).
 Parameter names, state and `isinstance` checks are unaffected, and a copy of the model is a plain model. The first block
 of a multi-block segment runs the whole segment; the following blocks, called in turn by the model's own code, return
-the segment's result after checking that their input is that result.
+the segment's result after checking that their input is that result. A block kept in part does not go through
+`torch.utils.checkpoint`: see `techniques.operator_recomputation`.
 """
 
 from __future__ import annotations
@@ -21,18 +22,19 @@ from torch.autograd import forward_ad
 from torch.nn.modules.batchnorm import _NormBase
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
-from torch.utils.checkpoint import (
-    CheckpointPolicy,
-    checkpoint,
-    create_selective_checkpoint_contexts,
-    set_checkpoint_early_stop,
-)
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from trimtab.core.errors import ModelError, ValueGivenError
 from trimtab.core.recompute_schedule import KeptBlock, Part, RecomputedSegment, Schedule, schedule_of
 from trimtab.measure.blocks import Arguments, find_blocks, recomputing, same_arguments
-from trimtab.state.forward_state import ForwardState, RecomputedForwards
+from trimtab.state.forward_state import ForwardState, RecomputedForwards, is_traced
 from trimtab.state.object_snapshots import version_of
+from trimtab.techniques.operator_recomputation import (
+    OperatorRecorder,
+    OperatorSurvey,
+    keep_operators,
+    selective_contexts,
+)
 
 # Comparison of a recomputed forward with the original forward.
 
@@ -53,7 +55,7 @@ class RecomputationCheck:
         self._first: list[Tensor] | None = None
 
     def __call__(self, result: Any) -> None:
-        # Selective checkpointing replays intercepted operators, and must not intercept those of this comparison.
+        # A recorder of operators must not record those of this comparison.
         with _disable_current_modes():
             values = [_sample(each) for each in tree_leaves(result) if isinstance(each, Tensor) and _is_readable(each)]
             if self._first is None:
@@ -109,14 +111,11 @@ def keeps_activations() -> bool:
     return not torch.is_grad_enabled() or in_transform or forward_ad._current_level >= 0
 
 
-def recompute_call(
-    function: Callable[..., Any], forwards: RecomputedForwards, args: Any, kwargs: Any, *, in_part: bool = False
-) -> Any:
+def recompute_call(function: Callable[..., Any], forwards: RecomputedForwards, args: Any, kwargs: Any) -> Any:
     """Call a function with activation checkpointing and return its result.
 
     Args:
         forwards: the modules that the function runs.
-        in_part: keep the results of matrix products and attention (selective checkpointing).
 
     Raises:
         ModelError: the function makes a change that its recomputation would repeat.
@@ -124,9 +123,7 @@ def recompute_call(
     if keeps_activations():
         return function(*args, **kwargs)
     if torch.compiler.is_compiling():  # torch.compile handles buffers itself.
-        selective = functools.partial(create_selective_checkpoint_contexts, _policy)
-        options: dict[str, Any] = {"context_fn": selective} if in_part else {}
-        return checkpoint(function, *args, use_reentrant=False, **options, **kwargs)
+        return checkpoint(function, *args, use_reentrant=False, **kwargs)
     leaves, structure = tree_flatten((args, kwargs))
     places = [index for index, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
     tensors = [leaves[index] for index in places]
@@ -146,8 +143,7 @@ def recompute_call(
                 all_leaves[index] = tensor
             again, named = tree_unflatten(all_leaves, structure)
         versions = list(map(version_of, given))
-        with _casts_each_time() if in_part else contextlib.nullcontext():
-            result = function(*again, **named)
+        result = function(*again, **named)
         if is_first and list(map(version_of, given)) != versions:
             raise ModelError(
                 "plan.recompute",
@@ -162,25 +158,10 @@ def recompute_call(
         return result
 
     # torch finds the devices of random generators, and detects overwritten tensors, in positional arguments only.
-    context = functools.partial(_contexts, forwards, in_part, state)
+    context = functools.partial(_contexts, forwards, state)
     # A checked recomputation runs to its end; torch stops others after the last tensor needed by backward.
     with contextlib.nullcontext() if check is None else set_checkpoint_early_stop(False):
         return checkpoint(call, _of_device(forwards.modules), *tensors, use_reentrant=False, context_fn=context)
-
-
-@contextlib.contextmanager
-def _casts_each_time() -> Iterator[None]:
-    """Disable autocast's weight cache within the block.
-
-    Selective checkpointing identifies operators by their order, which must be equal in forward and recomputation. With
-    the cache, only the recomputation would contain the cast of a weight that an earlier block has cast already.
-    """
-    before = torch.is_autocast_cache_enabled()
-    torch.set_autocast_cache_enabled(False)
-    try:
-        yield
-    finally:
-        torch.set_autocast_cache_enabled(before)
 
 
 def _of_device(modules: Sequence[nn.Module]) -> Tensor | None:
@@ -188,15 +169,12 @@ def _of_device(modules: Sequence[nn.Module]) -> Tensor | None:
     return None if parameter is None else torch.empty(0, device=parameter.device)
 
 
-def _contexts(forwards: RecomputedForwards, in_part: bool, state: ForwardState) -> tuple[_Context, _Context]:
-    first: _Context
-    again: _Context
-    first = again = contextlib.nullcontext()
-    if in_part:
-        first, again = create_selective_checkpoint_contexts(_policy)
+def _contexts(forwards: RecomputedForwards, state: ForwardState) -> tuple[_Context, _Context]:
     buffers = _SavedBuffers(forwards.buffered)
-    noting = _CombinedContexts(buffers.noting, state.noting, lambda: first)
-    return noting, _CombinedContexts(recomputing, state.as_it_was, buffers.as_they_were, lambda: again)
+    return (
+        _CombinedContexts(buffers.noting, state.noting),
+        _CombinedContexts(recomputing, state.as_it_was, buffers.as_they_were),
+    )
 
 
 class _CombinedContexts:
@@ -274,30 +252,6 @@ class _SavedBuffers:
                 module._buffers.update(buffers)
 
 
-_DEAR = {
-    "mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "_grouped_mm", "convolution", "mkldnn_rnn_layer",
-    "_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_for_cpu",
-    "_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention",
-    "_scaled_dot_product_fused_attention_overrideable",
-}  # fmt: skip
-
-
-def _policy(_: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    """Save results of matrix products and attention, except if random numbers are drawn, which must be drawn again."""
-    name = getattr(getattr(operator, "overloadpacket", None), "__name__", "")
-    if name not in _DEAR or _draws(operator, args, kwargs):
-        return CheckpointPolicy.PREFER_RECOMPUTE
-    return CheckpointPolicy.MUST_SAVE
-
-
-def _draws(operator: Any, args: Any, kwargs: Any) -> bool:
-    if torch.Tag.nondeterministic_seeded not in operator.tags:
-        return False
-    names = [argument.name for argument in operator._schema.arguments]
-    given = dict(zip(names, args, strict=False)) | dict(kwargs)
-    return bool(given.get("dropout_p", 0.0))
-
-
 _PART = "_trimtab_part"
 # Attribute names under which DistributedDataParallel and torch.compile hold the wrapped model.
 _WRAPPED = {"module", "_orig_mod"}
@@ -347,6 +301,21 @@ def use_schedule(model: nn.Module, blocks: Sequence[str], schedule: Schedule) ->
         undo()
         raise
     return undo
+
+
+def survey_operators(model: nn.Module, blocks: Sequence[str], step: Callable[[], object]) -> list[OperatorSurvey]:
+    """Return the expensive operators of every block, measured in a step. Each block must run once in a forward."""
+    schedule = tuple(KeptBlock(index, in_part=True) for index in range(len(blocks)))
+    undo = use_schedule(model, blocks, schedule)
+    surveys = []
+    try:
+        for name in blocks:
+            surveys.append(OperatorSurvey())
+            vars(model.get_submodule(name))[_PART].survey = surveys[-1]
+        step()
+    finally:
+        undo()
+    return surveys
 
 
 class _Begins:
@@ -463,14 +432,14 @@ def _check(name: str, module: nn.Module) -> None:
 
 def _swaps(
     modules: Sequence[nn.Module], names: Sequence[str], schedule: Schedule
-) -> Iterator[tuple[int, _Alone | _Head | _Follower]]:
+) -> Iterator[tuple[int, _Alone | _InPart | _Head | _Follower]]:
     """Yield the index of each block that changes, with its new behaviour."""
     for part in schedule:
         if isinstance(part, KeptBlock):
             if part.in_part:
-                yield part.index, _Alone(names[part.index], modules[part.index], in_part=True)
+                yield part.index, _InPart(names[part.index], modules[part.index], part.results)
         elif len(part.stages) == 1:
-            yield part.stages[0], _Alone(names[part.stages[0]], modules[part.stages[0]], in_part=False)
+            yield part.stages[0], _Alone(names[part.stages[0]], modules[part.stages[0]])
         else:
             first, *others = part.stages
             _check_hooks([modules[index] for index in part.stages])
@@ -496,7 +465,7 @@ class _Swapped:
     """Mixin placed before a block's own class in the method resolution order."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        part: _Alone | _Head | _Follower = self.__dict__[_PART]
+        part: _Alone | _InPart | _Head | _Follower = self.__dict__[_PART]
         return part.run(self, super().forward, args, kwargs)  # type: ignore[misc]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -517,13 +486,36 @@ def _swapped(plain: type[nn.Module]) -> type[nn.Module]:
 
 
 class _Alone:
-    """A block checkpointed by itself, entirely or except for its expensive operations."""
+    """A block checkpointed by itself."""
 
-    def __init__(self, name: str, module: nn.Module, *, in_part: bool) -> None:
-        self._forwards, self._in_part = RecomputedForwards({name: module}), in_part
+    def __init__(self, name: str, module: nn.Module) -> None:
+        self._forwards = RecomputedForwards({name: module})
 
     def run(self, module: Any, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        return recompute_call(forward, self._forwards, args, kwargs, in_part=self._in_part)
+        return recompute_call(forward, self._forwards, args, kwargs)
+
+
+class _InPart:
+    """A block that keeps the results of some operators and recomputes the others."""
+
+    def __init__(self, name: str, module: nn.Module, results: tuple[int, ...] | None) -> None:
+        self._name, self._module, self._calls = name, module, 0
+        self._kept = None if results is None else frozenset(results)
+        self.survey: OperatorSurvey | None = None
+
+    def run(self, module: Any, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        if keeps_activations():
+            return forward(*args, **kwargs)
+        if torch.compiler.is_compiling():
+            selective = functools.partial(selective_contexts, self._kept)
+            return checkpoint(forward, *args, use_reentrant=False, context_fn=selective, **kwargs)
+        if self.survey is not None:
+            return keep_operators(forward, args, kwargs, self.survey)
+        # Recomputed tensors are compared in calls 1, 2, 4, 8, ...
+        is_checked = not self._calls & (self._calls + 1) and not is_traced([self._module])
+        self._calls += 1
+        check = functools.partial(RecomputationCheck, self._name) if is_checked else None
+        return keep_operators(forward, args, kwargs, OperatorRecorder(self._kept, check))
 
 
 def _segments(segment: RecomputedSegment) -> Iterator[tuple[int, ...]]:
