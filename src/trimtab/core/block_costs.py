@@ -20,8 +20,7 @@ class ExpensivePart:
         backward_bytes: peak of the backward, beyond saved_bytes and the output's gradient.
         recompute_s: seconds to compute the rest.
         results: indices of the expensive operators whose results are kept; None for matrix products and attention.
-        forward_share: operators recomputed beyond those of a block that keeps matrix products and attention, as a
-            fraction of the block's forward time; negative if fewer are recomputed.
+        forward_share: the same seconds as a fraction of the block's forward; 0 if unknown.
     """
 
     saved_bytes: int
@@ -135,42 +134,49 @@ class BlockChainModel:
     def _each(self, change: Callable[[BlockChain], BlockChain]) -> BlockChainModel:
         return replace(self, few=change(self.few), many=change(self.many))
 
-    def with_parts(self, traced: BlockChainModel, levels: Sequence[KeptResults] = ()) -> BlockChainModel:
+    def with_parts(self, traced: Sequence[KeptResults]) -> BlockChainModel:
         """Return the chain with the costs of blocks kept in part.
 
         Args:
-            traced: the chain with the results of matrix products and attention kept.
-            levels: other sets of results, with chains that keep them.
+            traced: sets of kept results; the first is matrix products and attention.
         """
 
-        def parted(chain: BlockChain, parts: BlockChain, others: Sequence[BlockChain]) -> BlockChain:
+        def parted(chain: BlockChain, parts: Sequence[BlockChain]) -> BlockChain:
             *stages, last = chain.stages
             found = []
             for index, stage in enumerate(stages):
-                each = {
-                    level.results[index]: _part(other.stages[index], level.results[index], level.shares[index])
-                    for level, other in zip(levels, others, strict=True)
-                }
-                found.append(replace(stage, part=_part(parts.stages[index]), levels=tuple(each.values())))
+                each = {}  # Blocks with few operators repeat a set.
+                for kept, part in zip(traced, parts, strict=True):
+                    each[kept.results[index]] = _part(part.stages[index], kept.results[index], kept.shares[index])
+                first, *levels = each.values()
+                found.append(replace(stage, part=first, levels=tuple(levels)))
             return replace(chain, stages=(*found, last))
 
-        few = parted(self.few, traced.few, [level.traced.few for level in levels])
-        many = parted(self.many, traced.many, [level.traced.many for level in levels])
+        few = parted(self.few, [each.chain.few for each in traced])
+        many = parted(self.many, [each.chain.many for each in traced])
         return replace(self, few=few, many=many)
 
-    def with_seconds(self, forward_s: Seconds, part_s: Seconds) -> BlockChainModel:
-        """Return the chain with the seconds of a stage's forward, and of that without matrix products and attention."""
+    def with_seconds(self, forward_s: Seconds, part_s: Seconds | None = None) -> BlockChainModel:
+        """Return the chain with the seconds of a stage's forward.
+
+        Args:
+            part_s: seconds recomputed by a stage that keeps matrix products and attention; None to compute the seconds
+                of all parts from their `forward_share`.
+        """
 
         def timed(chain: BlockChain, rows: int) -> BlockChain:
             *stages, last = chain.stages
             found = []
             for index, stage in enumerate(stages):
-                whole_s, rest_s = forward_s(index, rows), part_s(index, rows)
-                part = stage.part and replace(stage.part, recompute_s=rest_s)
-                levels = tuple(
-                    replace(each, recompute_s=max(0.0, rest_s + each.forward_share * whole_s)) for each in stage.levels
+                whole_s = forward_s(index, rows)
+                part, *levels = (
+                    (replace(each, recompute_s=each.forward_share * whole_s) for each in (stage.part, *stage.levels))
+                    if stage.part
+                    else (None,)
                 )
-                found.append(replace(stage, forward_s=whole_s, part=part, levels=levels))
+                if part is not None and part_s is not None:
+                    part = replace(part, recompute_s=part_s(index, rows))
+                found.append(replace(stage, forward_s=whole_s, part=part, levels=tuple(levels)))
             return replace(chain, stages=(*found, last))
 
         fewer, more = self.rows
@@ -208,19 +214,20 @@ class BlockChainModel:
 
 @dataclass(frozen=True)
 class KeptResults:
-    """A set of kept results for every block, with the chain that keeps them.
+    """A set of kept results for every block.
 
     Args:
+        chain: the chain, traced with these results kept.
         results: for every block, as in `ExpensivePart`.
         shares: `forward_share` of every block.
     """
 
-    traced: BlockChainModel
-    results: tuple[tuple[int, ...], ...]
+    chain: BlockChainModel
+    results: tuple[tuple[int, ...] | None, ...]
     shares: tuple[float, ...]
 
 
-def _part(stage: BlockCost, results: tuple[int, ...] | None = None, share: float = 0.0) -> ExpensivePart:
+def _part(stage: BlockCost, results: tuple[int, ...] | None, share: float) -> ExpensivePart:
     """Return the costs of a stage that was traced with only some results kept."""
     return ExpensivePart(stage.saved_bytes, stage.backward_bytes, 0.0, stage.passing_bytes, results, share)
 
@@ -241,30 +248,49 @@ class ExpensiveOperator:
     is_needed: bool = False
 
 
-def levels_of(
-    operators: Sequence[ExpensiveOperator], forward_s: float, most: int
-) -> list[tuple[tuple[int, ...], float]]:
-    """Return up to `most` sets of kept results of a block, and for each the `forward_share` of `ExpensivePart`.
-
-    Results are given up in the order of bytes per second of recomputation. The first set keeps all results, unless that
-    is the set of matrix products and attention; the last keeps none that backward needs.
+@dataclass(frozen=True)
+class BlockOperators:
+    """Operators of a block's forward.
 
     Args:
-        forward_s: seconds of all operators of the block's forward.
+        expensive: the expensive operators, in order.
+        forward_s: seconds of all operators.
+        more_s: additional seconds of a step that keeps the results of the expensive operators, and recomputes the rest.
     """
-    needed = [index for index, each in enumerate(operators) if each.is_needed]
-    order = sorted(needed, key=lambda index: operators[index].num_bytes / max(operators[index].seconds, 1e-9))[::-1]
-    has_random = any(operators[index].is_random for index in needed)
-    numbers = range(0 if has_random else 1, len(order) + 1)
-    if len(numbers) > most:
-        numbers_chosen = [numbers[round(place * (len(numbers) - 1) / (most - 1))] for place in range(most)]
-    else:
-        numbers_chosen = [*numbers]
-    found = []
-    for number in numbers_chosen:
-        given_up = set(order[:number])
-        more_s = sum(operators[index].seconds for index in given_up if not operators[index].is_random)
-        less_s = sum(operators[index].seconds for index in order[number:] if operators[index].is_random)
-        results = tuple(index for index in range(len(operators)) if index not in given_up)
-        found.append((results, (more_s - less_s) / forward_s if forward_s > 0 else 0.0))
-    return found
+
+    expensive: tuple[ExpensiveOperator, ...]
+    forward_s: float
+    more_s: float
+
+    def levels(self, most: int) -> list[tuple[tuple[int, ...] | None, float]]:
+        """Return sets of kept results, and for each the recomputed fraction of the forward's time.
+
+        The first set is None (matrix products and attention). At most `most` others follow: results are given up in the
+        order of bytes per second of recomputation, until none is left that backward needs.
+        """
+        needed = [index for index, each in enumerate(self.expensive) if each.is_needed]
+        drawn = {index for index in needed if self.expensive[index].is_random}
+        order = sorted(needed, key=self._bytes_per_second, reverse=True)
+        numbers = [*range(0 if drawn else 1, len(order) + 1)]
+        if len(numbers) > most:
+            numbers = [numbers[round(place * (len(numbers) - 1) / (most - 1))] for place in range(most)]
+        found: list[tuple[tuple[int, ...] | None, float]] = [(None, self._share(drawn))]
+        for number in numbers:
+            given_up = set(order[:number])
+            kept = tuple(index for index in range(len(self.expensive)) if index not in given_up)
+            found.append((kept, self._share(given_up)))
+        return found
+
+    def _bytes_per_second(self, index: int) -> float:
+        return self.expensive[index].num_bytes / max(self.expensive[index].seconds, 1e-9)
+
+    def _share(self, given_up: set[int]) -> float:
+        seconds = self.more_s + sum(self.expensive[index].seconds for index in given_up)
+        return seconds / self.forward_s if self.forward_s > 0 else 0.0
+
+
+def fastest(runs: Sequence[BlockOperators]) -> BlockOperators:
+    """Return a block's operators with the least seconds of several runs."""
+    pairs = zip(*(each.expensive for each in runs), strict=True)
+    expensive = tuple(min(each, key=lambda one: one.seconds) for each in pairs)
+    return BlockOperators(expensive, min(each.forward_s for each in runs), min(each.more_s for each in runs))

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from trimtab.core.block_costs import BlockChainModel, KeptResults, levels_of
+from trimtab.core.block_costs import BlockChainModel, KeptResults, fastest
 from trimtab.core.errors import ModelError
 from trimtab.core.recompute_schedule import EVERY_BLOCK, KeptBlock, RecomputedSegment, Schedule, schedule_of
 from trimtab.measure.block_memory import chains_through, trace_stages
@@ -33,11 +33,12 @@ T = TypeVar("T")
 _MEASURING_S = 1.0  # Seconds per schedule, if more than the fewest steps fit.
 _MOST = 10
 _OTHERS = 16  # Steps for finding loss scales, trying blocks and timing their forwards and operators.
-_MOST_LEVELS = 4  # Sets of kept results traced for each block.
+_MOST_LEVELS = 4  # Sets of kept results traced for each block, in addition to matrix products and attention.
+_SURVEYS = 3
 _SMALLER = 4  # Ratio of the larger to the smaller micro-batch.
-# Lower bounds, as fractions of the blocks' forward time, for recomputation of whole blocks and in part, because the
-# measured difference may be lost in noise.
-_LEAST, _LEAST_IN_PART = 0.5, 0.1
+# Lower bound, as a fraction of the blocks' forward time, for recomputation of whole blocks, because the measured
+# difference may be lost in noise.
+_LEAST = 0.5
 NO_BLOCKS = "the model has no blocks that run once in a forward"
 _FORWARDS = 3  # Steps in which the forwards of blocks are timed against each other.
 
@@ -98,28 +99,24 @@ def line_through(points: Sequence[tuple[int, float]]) -> SecondsPerSample:
 
 
 def measure_seconds(
-    subject: TrainingLoop, candidate: Candidate, schedules: Sequence[Schedule], *, splits: bool, forward_s: float
-) -> tuple[float, list[SecondsPerSample]]:
-    """Return the seconds of a step without recomputation, and every schedule's extra seconds per micro-batch.
+    subject: TrainingLoop, candidate: Candidate, *, splits: bool, forward_s: float
+) -> tuple[float, SecondsPerSample]:
+    """Return the seconds of a step without recomputation, and the extra seconds per micro-batch with all recomputed.
 
     Args:
-        schedules: recomputation of all blocks, then of all blocks in part.
         forward_s: forward seconds of the blocks per micro-batch.
     """
     rows = min(candidate.micro_batch, subject.rows)
     sizes = (rows, -(-rows // _SMALLER)) if splits and rows > 1 else (rows,)
-    found = [_longer(subject, candidate.having(micro_batch=size), schedules) for size in sizes]
-    lines = []
-    for index, share in zip(range(len(schedules)), (_LEAST, _LEAST_IN_PART), strict=False):
-        each_s = [longer[index] * size / subject.rows for size, (_, longer) in zip(sizes, found, strict=True)]
-        least_s = [share * forward_s * size / rows for size in sizes]
-        lines.append(line_through([*zip(sizes, map(max, each_s, least_s), strict=True)]))
-    return found[0][0], lines
+    found = [_longer(subject, candidate.having(micro_batch=size)) for size in sizes]
+    each_s = [longer * size / subject.rows for size, (_, longer) in zip(sizes, found, strict=True)]
+    least_s = [_LEAST * forward_s * size / rows for size in sizes]
+    return found[0][0], line_through([*zip(sizes, map(max, each_s, least_s), strict=True)])
 
 
 def num_steps(step_s: float) -> int:
     """Return the approximate number of steps for measuring the blocks of a candidate with `step_s` seconds per step."""
-    turns = 2 * 3 * (1 + _turns(step_s))  # Two sizes; everything kept, recomputed, and recomputed in part.
+    turns = 2 * 2 * (1 + _turns(step_s))  # Two sizes; everything kept and recomputed.
     return turns + _OTHERS
 
 
@@ -127,23 +124,21 @@ def _turns(step_s: float) -> int:
     return max(2, min(_MOST, int(_MEASURING_S / step_s))) if step_s > 0 else _MOST
 
 
-def _longer(subject: TrainingLoop, candidate: Candidate, schedules: Sequence[Schedule]) -> tuple[float, list[float]]:
-    """Return the seconds of a step that keeps all activations, and the extra seconds of every schedule."""
+def _longer(subject: TrainingLoop, candidate: Candidate) -> tuple[float, float]:
+    """Return the seconds of a step that keeps all activations, and the extra seconds if all blocks recompute them."""
     names = subject.blocks.names
     with subject.start(candidate) as run:
         step = functools.partial(subject.step, run)
         step_until_applied(run, subject)
         timed = functools.partial(timer(candidate), step, subject.device)
-        ways = [keep_all(len(names)), *schedules]
+        ways = [keep_all(len(names)), schedule_of(EVERY_BLOCK, len(names))]
         taken = [
             [with_schedule(run.model, names, each, timed) for each in (ways if turn % 2 else reversed(ways))]
             for turn in range(1 + _turns(timed()))
         ]
     ordered = (each if turn % 2 else each[::-1] for turn, each in enumerate(taken))
     _, *counted = ordered  # The heap grows in the first round.
-    own, *others = zip(*counted, strict=True)
-    differences = ([ours - theirs for ours, theirs in zip(each, own, strict=True)] for each in others)
-    return statistics.median(own), [statistics.median(each) for each in differences]
+    return statistics.median(own for own, _ in counted), statistics.median(other - own for own, other in counted)
 
 
 def with_schedule(model: nn.Module, names: tuple[str, ...], schedule: Schedule, call: Callable[[], T]) -> T:
@@ -178,15 +173,11 @@ def _measured(subject: TrainingLoop, candidate: Candidate, *, splits: bool) -> R
     if not has_two_sizes(subject.batch, subject.batching):
         refusal = f"the batch of {subject.rows} samples cannot be traced at two micro-batch sizes"
         return RecomputableBlocks(candidate, refusal=refusal, code="recompute.batch_too_small")
-    chains, parts, levels, seconds = _traced(subject, candidate)
+    chains, seconds = _traced(subject, candidate)
     forward_s = sum(seconds)
     shares = [each / forward_s if forward_s > 0 else 1 / len(names) for each in seconds]
-    schedules = [schedule_of(EVERY_BLOCK, len(names)), *([in_part_of(len(names))] if parts else [])]
-    step_s, lines = measure_seconds(subject, candidate, schedules, splits=splits, forward_s=forward_s)
-    if parts:
-        chains = [chain.with_parts(*each) for chain, *each in zip(chains, parts, levels, strict=True)]
-    again, in_part = (lambda index, rows, line=line: shares[index] * line.at(rows) for line in (lines[0], lines[-1]))
-    chains = [chain.with_seconds(again, in_part) for chain in chains]
+    step_s, line = measure_seconds(subject, candidate, splits=splits, forward_s=forward_s)
+    chains = [chain.with_seconds(lambda index, rows: shares[index] * line.at(rows)) for chain in chains]
     held = storage_bytes(state_tensors(subject.optimizer)) + subject.start_bytes
     whole, sliced = (chain.holding(held) for chain in chains)
     buffers = (buffer for name in names for buffer in subject.model.get_submodule(name).buffers())
@@ -201,13 +192,8 @@ def _measured(subject: TrainingLoop, candidate: Candidate, *, splits: bool) -> R
     )
 
 
-def _traced(
-    subject: TrainingLoop, candidate: Candidate
-) -> tuple[list[BlockChainModel], list[BlockChainModel], list[list[KeptResults]], list[float]]:
-    """Return the chains, the chains with blocks kept in part ([] if not possible), and the blocks' forward seconds.
-
-    The third entry has, for every chain, those with other sets of kept results.
-    """
+def _traced(subject: TrainingLoop, candidate: Candidate) -> tuple[list[BlockChainModel], list[float]]:
+    """Return the chains, with the costs of blocks kept in part if possible, and the blocks' forward seconds."""
     names = subject.blocks.names
     with subject.start(candidate) as run:
         step = functools.partial(subject.step, run)
@@ -228,33 +214,32 @@ def _traced(
         with_schedule(run.model, names, schedule_of(EVERY_BLOCK, len(names)), step)
         if not runs_in_segments(run.model, subject.blocks, step):
             chains = [chain.unlinked() for chain in chains]
-        try:
-            in_part = in_part_of(len(names))
-            parts = trace(prepare=lambda copy: use_schedule(copy, names, in_part), drops=False)
-            with_schedule(run.model, names, in_part, step)
-            levels = _levels(run.model, names, step, trace)
-        except (ModelError, RuntimeError):  # For example, a block overwrites a tensor that is kept.
-            parts, levels = [], []
+        with contextlib.suppress(ModelError, RuntimeError):  # For example, a block overwrites a tensor that is kept.
+            with_schedule(run.model, names, in_part_of(len(names)), step)
+            parts = _parts(run.model, names, step, trace)
+            chains = [chain.with_parts(each) for chain, each in zip(chains, parts, strict=True)]
         forward_s = forward_seconds(step, run.model, names, subject.device, steps=_FORWARDS)
-    return chains, parts, levels, list(forward_s)
+    return chains, list(forward_s)
 
 
-def _levels(
+def _parts(
     model: nn.Module, names: Sequence[str], step: Callable[[], object], trace: Callable[..., list[BlockChainModel]]
-) -> list[list[KeptResults]]:
-    """Return sets of kept results of the blocks, traced with the chain of every kind."""
-    survey_operators(model, names, step)  # Allocates memory.
-    surveys = survey_operators(model, names, step)
-    of_blocks = [levels_of(each.found, each.forward_s, _MOST_LEVELS) for each in surveys]
-    found: list[list[KeptResults]] = []
-    for place in range(max(map(len, of_blocks))):
+) -> Iterator[list[KeptResults]]:
+    """Yield the sets of kept results of the blocks, for each chain of `trace`."""
+    _, *surveys = (survey_operators(model, names, step) for _ in range(_SURVEYS))  # The heap grows in the first step.
+    levels = [fastest(each).levels(_MOST_LEVELS) for each in zip(*surveys, strict=True)]
+    found = []
+    for place in range(max(map(len, levels))):
         # Blocks with fewer sets repeat their last set.
-        chosen = [each[min(place, len(each) - 1)] if each else ((), 0.0) for each in of_blocks]
-        results, shares = tuple(kept for kept, _ in chosen), tuple(share for _, share in chosen)
+        results, shares = zip(*(each[min(place, len(each) - 1)] for each in levels), strict=True)
         schedule = tuple(KeptBlock(index, in_part=True, results=kept) for index, kept in enumerate(results))
-        traced = trace(prepare=lambda copy, schedule=schedule: use_schedule(copy, names, schedule), drops=False)
+        traced = trace(prepare=functools.partial(_prepare, names, schedule), drops=False)
         found.append([KeptResults(chain, results, shares) for chain in traced])
-    return [list(each) for each in zip(*found, strict=True)]
+    yield from map(list, zip(*found, strict=True))
+
+
+def _prepare(names: Sequence[str], schedule: Schedule, copy: nn.Module) -> None:
+    use_schedule(copy, names, schedule)
 
 
 def in_part_of(number: int) -> Schedule:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from trimtab.core.block_costs import KeptResults
 from trimtab.core.choice import SplitCheck
 from trimtab.core.errors import ModelError, TrimtabError, ValueGivenError
 from trimtab.core.hardware import DeviceSpec
@@ -91,7 +92,11 @@ def trace_blocks(
                 ]
                 in_part = operations(parts[0].work, parts[1].work, rows)
                 of_parts = chains_through(parts[0], parts[1], rows)
-                chains = [chain.with_parts(part) for chain, part in zip(chains, of_parts, strict=True)]
+                results, shares = (None,) * number, (0.0,) * number  # The shares are unknown.
+                chains = [
+                    chain.with_parts([KeptResults(part, results, shares)])
+                    for chain, part in zip(chains, of_parts, strict=True)
+                ]
             held = trace_state_bytes(model, optimizer)
         except TrimtabError as error:
             return describe(error)

@@ -24,6 +24,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
+from trimtab.core.block_costs import BlockOperators
 from trimtab.core.errors import ModelError, ValueGivenError
 from trimtab.core.recompute_schedule import KeptBlock, Part, RecomputedSegment, Schedule, schedule_of
 from trimtab.measure.blocks import Arguments, find_blocks, recomputing, same_arguments
@@ -303,19 +304,17 @@ def use_schedule(model: nn.Module, blocks: Sequence[str], schedule: Schedule) ->
     return undo
 
 
-def survey_operators(model: nn.Module, blocks: Sequence[str], step: Callable[[], object]) -> list[OperatorSurvey]:
-    """Return the expensive operators of every block, measured in a step. Each block must run once in a forward."""
-    schedule = tuple(KeptBlock(index, in_part=True) for index in range(len(blocks)))
-    undo = use_schedule(model, blocks, schedule)
-    surveys = []
+def survey_operators(model: nn.Module, blocks: Sequence[str], step: Callable[[], object]) -> tuple[BlockOperators, ...]:
+    """Return the operators of every block, measured in a step's first micro-batch."""
+    undo = use_schedule(model, blocks, tuple(KeptBlock(index, in_part=True) for index in range(len(blocks))))
+    surveys = [OperatorSurvey() for _ in blocks]
     try:
-        for name in blocks:
-            surveys.append(OperatorSurvey())
-            vars(model.get_submodule(name))[_PART].survey = surveys[-1]
+        for name, survey in zip(blocks, surveys, strict=True):
+            vars(model.get_submodule(name))[_PART].survey = survey
         step()
     finally:
         undo()
-    return surveys
+    return tuple(BlockOperators(tuple(each.found), each.forward_s, each.more_s) for each in surveys)
 
 
 class _Begins:
@@ -510,7 +509,8 @@ class _InPart:
             selective = functools.partial(selective_contexts, self._kept)
             return checkpoint(forward, *args, use_reentrant=False, context_fn=selective, **kwargs)
         if self.survey is not None:
-            return keep_operators(forward, args, kwargs, self.survey)
+            survey, self.survey = self.survey, None  # A step may have more micro-batches.
+            return keep_operators(forward, args, kwargs, survey)
         # Recomputed tensors are compared in calls 1, 2, 4, 8, ...
         is_checked = not self._calls & (self._calls + 1) and not is_traced([self._module])
         self._calls += 1

@@ -348,6 +348,21 @@ class OperatorRecorder(TorchDispatchMode):
                 saved.sample(tensor)
         return saved
 
+    def unpack(self, saved: Any) -> Tensor:
+        """Return the tensor for what autograd holds in its place."""
+        if not isinstance(saved, _Saved):
+            return saved  # type: ignore[no-any-return]  # a tensor without a recipe
+        found = saved.value.at_hand()
+        if found is None:
+            found = self._recompute(saved.value)
+            if saved.sample is not None:
+                saved.sample(found)
+        return found
+
+    def _recompute(self, value: _Value) -> Tensor:
+        with torch.no_grad(), torch._C._DisableAutocast(), recomputing():
+            return _compute(value)
+
     def close(self, result: Any) -> None:
         """Keep the block's results, and forget all values that backward does not need.
 
@@ -359,18 +374,6 @@ class OperatorRecorder(TorchDispatchMode):
         self._values.clear()
 
 
-def _unpack(saved: Any) -> Tensor:
-    if not isinstance(saved, _Saved):
-        return saved  # type: ignore[no-any-return]  # a tensor without a recipe
-    found = saved.value.at_hand()
-    if found is None:
-        with torch.no_grad(), torch._C._DisableAutocast(), recomputing():
-            found = _compute(saved.value)
-        if saved.sample is not None:
-            saved.sample(found)
-    return found
-
-
 def keep_operators(function: Callable[..., Any], args: Any, kwargs: Any, recorder: OperatorRecorder) -> Any:
     """Call a function, and keep only the results of the expensive operators that the recorder names.
 
@@ -378,7 +381,7 @@ def keep_operators(function: Callable[..., Any], args: Any, kwargs: Any, recorde
         ModelError: in the backward, if a kept tensor was changed in place ("recompute.side_effects"), or a recomputed
             tensor differs ("recompute.differs").
     """
-    with saved_tensors_hooks(recorder.pack, _unpack), recorder:
+    with saved_tensors_hooks(recorder.pack, recorder.unpack), recorder:
         result = function(*args, **kwargs)
     recorder.close(result)
     return result
@@ -389,24 +392,44 @@ class OperatorSurvey(OperatorRecorder):
 
     Attributes:
         found: the expensive operators, after the forward.
-        forward_s: seconds of all operators.
+        forward_s: seconds of all operators in the forward.
+        more_s: seconds for recording the operators, and for recomputing tensors in the backward.
     """
 
     def __init__(self) -> None:
         super().__init__(range(_MOST_OPERATORS))
-        self.forward_s, self.found = 0.0, list[ExpensiveOperator]()
+        self.forward_s = self.more_s = 0.0
+        self.found: list[ExpensiveOperator] = []
         self._saved: list[weakref.ref[_Saved]] = []
+        self._device = torch.device("cpu")
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        tensor = next((each for each in tree_iter((args, kwargs)) if isinstance(each, Tensor)), None)
+        self._device = self._device if tensor is None else tensor.device
+        start, before = self._settled_s(), self.forward_s
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        self.more_s += self._settled_s() - start - (self.forward_s - before)
+        return result
 
     def _run(self, func: Any, args: Any, kwargs: Any, source: int | None, *, is_random: bool) -> Any:
-        device = next((each.device for each in tree_iter((args, kwargs)) if isinstance(each, Tensor)), None)
-        start = _settled_s(device)
-        result = func(*args, **kwargs)
-        seconds = _settled_s(device) - start
+        start = self._settled_s()
+        result = super()._run(func, args, kwargs, source, is_random=is_random)
+        seconds = self._settled_s() - start
         self.forward_s += seconds
         if source is not None:
             num_bytes = sum(each.nbytes for each in _results_of(result) if isinstance(each, Tensor))
             self.found.append(ExpensiveOperator(num_bytes, seconds, is_random))
         return result
+
+    def _recompute(self, value: _Value) -> Tensor:
+        start = self._settled_s()
+        found = super()._recompute(value)
+        self.more_s += self._settled_s() - start
+        return found
+
+    def _settled_s(self) -> float:
+        synchronize(self._device)
+        return clock_s()
 
     def pack(self, tensor: Tensor) -> Any:
         saved = super().pack(tensor)
@@ -427,12 +450,6 @@ class OperatorSurvey(OperatorRecorder):
                 self.found[value.source] = replace(self.found[value.source], is_needed=True)
             elif value.call is not None and value.tensor is None:
                 left += value.call.inputs
-
-
-def _settled_s(device: torch.device | None) -> float:
-    if device is not None:
-        synchronize(device)
-    return clock_s()
 
 
 def selective_contexts(kept: Container[int] | None) -> Any:
