@@ -254,7 +254,7 @@ class BlockOperators:
 
     Args:
         expensive: the expensive operators, in order.
-        forward_s: seconds of all operators.
+        forward_s: seconds of the forward.
         more_s: additional seconds of a step that keeps the results of the expensive operators, and recomputes the rest.
     """
 

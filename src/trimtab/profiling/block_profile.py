@@ -32,7 +32,7 @@ from trimtab.training.batch import to_device
 T = TypeVar("T")
 _MEASURING_S = 1.0  # Seconds per schedule, if more than the fewest steps fit.
 _MOST = 10
-_OTHERS = 16  # Steps for finding loss scales, trying blocks and timing their forwards and operators.
+_OTHERS = 17  # Steps for finding loss scales, trying blocks and timing their forwards and operators.
 _MOST_LEVELS = 4  # Sets of kept results traced for each block, in addition to matrix products and attention.
 _SURVEYS = 3
 _SMALLER = 4  # Ratio of the larger to the smaller micro-batch.

@@ -279,6 +279,10 @@ class OperatorRecorder(TorchDispatchMode):
             self._made(call, result, is_kept=is_kept, is_blank=_is_factory(func, leaves))
         return result
 
+    def call(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Call the block's forward."""
+        return function(*args, **kwargs)
+
     def _run(self, func: Any, args: Any, kwargs: Any, source: int | None, *, is_random: bool) -> Any:
         return func(*args, **kwargs)
 
@@ -382,7 +386,7 @@ def keep_operators(function: Callable[..., Any], args: Any, kwargs: Any, recorde
             tensor differs ("recompute.differs").
     """
     with saved_tensors_hooks(recorder.pack, recorder.unpack), recorder:
-        result = function(*args, **kwargs)
+        result = recorder.call(function, args, kwargs)
     recorder.close(result)
     return result
 
@@ -392,13 +396,13 @@ class OperatorSurvey(OperatorRecorder):
 
     Attributes:
         found: the expensive operators, after the forward.
-        forward_s: seconds of all operators in the forward.
+        forward_s: seconds of the forward, without `more_s`.
         more_s: seconds for recording the operators, and for recomputing tensors in the backward.
     """
 
     def __init__(self) -> None:
         super().__init__(range(_MOST_OPERATORS))
-        self.forward_s = self.more_s = 0.0
+        self.forward_s = self.more_s = self._operators_s = 0.0
         self.found: list[ExpensiveOperator] = []
         self._saved: list[weakref.ref[_Saved]] = []
         self._device = torch.device("cpu")
@@ -406,16 +410,22 @@ class OperatorSurvey(OperatorRecorder):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         tensor = next((each for each in tree_iter((args, kwargs)) if isinstance(each, Tensor)), None)
         self._device = self._device if tensor is None else tensor.device
-        start, before = self._settled_s(), self.forward_s
+        start, before = self._settled_s(), self._operators_s
         result = super().__torch_dispatch__(func, types, args, kwargs)
-        self.more_s += self._settled_s() - start - (self.forward_s - before)
+        self.more_s += self._settled_s() - start - (self._operators_s - before)
+        return result
+
+    def call(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        start = self._settled_s()
+        result = super().call(function, args, kwargs)
+        self.forward_s = self._settled_s() - start - self.more_s
         return result
 
     def _run(self, func: Any, args: Any, kwargs: Any, source: int | None, *, is_random: bool) -> Any:
         start = self._settled_s()
         result = super()._run(func, args, kwargs, source, is_random=is_random)
         seconds = self._settled_s() - start
-        self.forward_s += seconds
+        self._operators_s += seconds
         if source is not None:
             num_bytes = sum(each.nbytes for each in _results_of(result) if isinstance(each, Tensor))
             self.found.append(ExpensiveOperator(num_bytes, seconds, is_random))

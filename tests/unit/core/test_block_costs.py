@@ -5,7 +5,16 @@ from __future__ import annotations
 import pytest
 from raising import raises
 
-from trimtab.core.block_costs import BlockChain, BlockChainModel, BlockCost, ExpensivePart
+from trimtab.core.block_costs import (
+    BlockChain,
+    BlockChainModel,
+    BlockCost,
+    BlockOperators,
+    ExpensiveOperator,
+    ExpensivePart,
+    KeptResults,
+    fastest,
+)
 from trimtab.core.errors import ValueGivenError
 
 
@@ -48,3 +57,52 @@ def test_two_sizes_are_two(rows):
 def test_both_sizes_are_of_one_model():
     with raises(ValueGivenError, code="value.invalid", field="stages"):
         BlockChainModel(chain(4), BlockChain(chain(8).stages[:1], 0), (4, 8))
+
+
+def test_parts_are_those_of_the_chains_that_were_traced():
+    def traced(saved):
+        stage = BlockCost(0.0, 8, saved, 99, 99, saved // 2, passing_bytes=1)
+        return BlockChain((stage, stage), 0)
+
+    plain = BlockChainModel(chain(4), chain(8), (4, 8))
+    sets = [
+        KeptResults(BlockChainModel(traced(saved), traced(2 * saved), (4, 8)), (results,), (share,))
+        for saved, results, share in ((40, None, 0.125), (20, (1,), 0.5), (20, (1,), 0.5), (10, (), 1.0))
+    ]
+    found = plain.with_parts(sets).with_seconds(lambda index, rows: float(rows)).at(6).stages[0]
+    expected = [ExpensivePart(60, 30, 0.75, 1, None, 0.125), ExpensivePart(30, 15, 3.0, 1, (1,), 0.5)]
+    assert [*found.parts] == [*expected, ExpensivePart(15, 8, 6.0, 1, (), 1.0)]
+    timed = plain.with_parts(sets[:1]).with_seconds(lambda index, rows: 1.0, lambda index, rows: 0.25).at(6)
+    assert timed.stages[0].part.recompute_s == 0.25
+
+
+LARGE, RANDOM, SMALL = (
+    ExpensiveOperator(40, 1.0, False, True),
+    ExpensiveOperator(20, 1.0, True, True),
+    ExpensiveOperator(10, 1.0, False, True),
+)
+UNNEEDED = ExpensiveOperator(90, 1.0, False, False)
+
+
+def test_results_are_given_up_by_bytes_per_second():
+    found = BlockOperators((SMALL, UNNEEDED, LARGE), 10.0, 0.5).levels(4)
+    assert found == [(None, 0.05), ((0, 1), pytest.approx(0.15)), ((1,), pytest.approx(0.25))]
+
+
+def test_random_numbers_are_kept_or_drawn_again():
+    found = BlockOperators((SMALL, RANDOM, LARGE), 10.0, 0.5).levels(4)
+    assert [results for results, _ in found] == [None, (0, 1, 2), (0, 1), (0,), ()]
+    assert [share for _, share in found] == pytest.approx([0.15, 0.05, 0.15, 0.25, 0.35])
+
+
+def test_of_many_sets_some_are_taken_from_the_first_to_the_last():
+    found = BlockOperators((LARGE,) * 20, 100.0, 0.0).levels(4)
+    assert [None if kept is None else len(kept) for kept, _ in found] == [None, 19, 13, 6, 0]
+    assert BlockOperators((), 1.0, 0.5).levels(4) == [(None, 0.5)]
+
+
+def test_the_least_seconds_of_several_runs_count():
+    slow = ExpensiveOperator(40, 2.0, False, True)
+    assert fastest([BlockOperators((slow, SMALL), 3.0, 0.1), BlockOperators((LARGE, SMALL), 2.5, 0.2)]) == (
+        BlockOperators((LARGE, SMALL), 2.5, 0.1)
+    )

@@ -34,6 +34,13 @@ WRITTEN = {
         KeptBlock(2, in_part=True),
         KeptBlock(3, in_part=True),
     ),
+    "~0[] ~1-2[0,2-4] ~3 4": (
+        KeptBlock(0, in_part=True, results=()),
+        KeptBlock(1, in_part=True, results=(0, 2, 3, 4)),
+        KeptBlock(2, in_part=True, results=(0, 2, 3, 4)),
+        KeptBlock(3, in_part=True),
+        KeptBlock(4),
+    ),
 }
 
 
@@ -65,8 +72,9 @@ def schedules(draw):
 
     number = draw(st.integers(1, 8))
     found = parts(0, number, 1)
+    results = st.none() | st.sets(st.integers(0, 9)).map(lambda each: tuple(sorted(each)))
     return tuple(
-        KeptBlock(part.index, in_part=True) if isinstance(part, KeptBlock) and draw(st.booleans()) else part
+        KeptBlock(part.index, True, draw(results)) if isinstance(part, KeptBlock) and draw(st.booleans()) else part
         for part in found
     )
 
@@ -81,7 +89,12 @@ def test_any_schedule_is_written_and_read(schedule):
     check_recompute(to_notation(schedule), number)
 
 
-@pytest.mark.parametrize("text", ["", "()", "(0", "0)", "0 (1", "a", "0,1", "~", "-1", "0 ~(1)", "0 1x"])
+INVALID_RESULTS = ("0[1]", "~0[1", "~0[1,0]", "~0[1,1]", "~0[a]", "~0[,]", "~0[0-99999]", "~0[0][1]", "~[0]")
+
+
+@pytest.mark.parametrize(
+    "text", ["", "()", "(0", "0)", "0 (1", "a", "0,1", "~", "-1", "0 ~(1)", "0 1x", *INVALID_RESULTS]
+)
 def test_what_is_no_schedule_is_refused(text):
     with raises(UsageError, code="format.invalid", field="plan.recompute"):
         read_schedule(text)
@@ -103,7 +116,8 @@ def test_a_block_in_many_segments_is_one_block(depth):
 
 
 @pytest.mark.parametrize(
-    ("text", "got"), [("0 2", "[0, 2]"), ("1 0 2", "[1, 0, 2]"), ("0-3", "[0, 1, 2, 3]"), ("0 (~1 2)", "~")]
+    ("text", "got"),
+    [("0 2", "[0, 2]"), ("1 0 2", "[1, 0, 2]"), ("0-3", "[0, 1, 2, 3]"), ("0 (~1 2)", "~"), ("0 (~1[] 2)", "~")],
 )
 def test_a_schedule_of_other_blocks_is_refused(text, got):
     with raises(UsageError, code="value.invalid", field="plan.recompute") as caught:

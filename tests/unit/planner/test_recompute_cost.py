@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import random
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -37,7 +38,8 @@ def every_schedule(first, last, start, in_part=()):
     """
     if first > last:
         return ((),)
-    kept = [KeptBlock(first), *([KeptBlock(first, in_part=True)] if first in in_part else [])]  # in no segment
+    each = dict(in_part).get(first, ())  # in no segment
+    kept = [KeptBlock(first), *(KeptBlock(first, in_part=True, results=results) for results in each)]
     found = [(one, *rest) for one in kept for rest in every_schedule(first + 1, last, start, in_part)]
     for end in range(first, last + 1):
         if (first, end) != (start, last):
@@ -58,7 +60,7 @@ def may_be(chain, schedule):
 
 def by_hand(chain, limit):
     """Return the least recomputation within a limit of all schedules there are; None where none is."""
-    in_part = tuple(i for i, each in enumerate(chain) if each.part is not None)
+    in_part = tuple((i, tuple(part.results for part in each.parts)) for i, each in enumerate(chain))
     schedules = every_schedule(0, len(chain) - 1, 0, in_part)
     each = (predict(chain, schedule) for schedule in schedules if may_be(chain, schedule))
     return min((found.recompute_s for found in each if found.peak_bytes <= limit), default=None)
@@ -144,9 +146,11 @@ def chains(draw, most=4):
         dropping = draw(st.integers(out, forward))
         f = draw(st.integers(1, 5))
         in_part = st.builds(ExpensivePart, st.integers(out, saved), st.integers(0, 9), st.integers(0, f))
+        level = in_part.map(lambda part: replace(part, results=(1,)))
         link, spare = draw(st.integers(0, 3)) > 0, draw(st.integers(0, out))
         others = {"spare_bytes": spare, "is_linked": link, "beside_bytes": 0 if link else draw(st.integers(0, 3))}
         others |= {"forward": forward, "dropping": dropping, "backward": backward, "part": draw(st.none() | in_part)}
+        others["levels"] = draw(st.lists(level, max_size=1).map(tuple))
         each.append(stage(saved, f=f, out=out, grad=grad, **others))
     return each
 
