@@ -9,6 +9,7 @@ Checkmate's single-operator rematerialization (Jain et al., arXiv:1910.02653) wi
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import weakref
 from collections import Counter
@@ -18,9 +19,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._ops import OpOverload
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_flatten, tree_iter, tree_unflatten
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
@@ -40,6 +42,7 @@ _BATCH_STATISTICS = {"running_mean", "running_var"}
 # Results of an operator that are smaller than the largest one by this factor are kept: means, variances, logsumexp.
 _SMALLER = 16
 _MOST_OPERATORS = 10**9
+_DETACH = torch.ops.aten.detach.default
 
 
 def is_product(operator: Any) -> bool:
@@ -55,13 +58,23 @@ def draws(operator: Any, args: Any, kwargs: Any) -> bool:
     return bool(given.get("dropout_p", True))
 
 
+@functools.cache
+def _argument_names(operator: Any) -> tuple[str, ...]:
+    return tuple(argument.name for argument in operator._schema.arguments)
+
+
+@functools.cache
+def _overwritten_names(operator: Any) -> tuple[str, ...]:
+    """Return the arguments that an operator declares to overwrite."""
+    return tuple(each.name for each in operator._schema.arguments if each.alias_info and each.alias_info.is_write)
+
+
 def _by_name(operator: Any, args: Any, kwargs: Any) -> dict[str, Any]:
-    names = [argument.name for argument in operator._schema.arguments]
-    return dict(zip(names, args, strict=False)) | dict(kwargs)
+    return dict(zip(_argument_names(operator), args, strict=False)) | dict(kwargs)
 
 
 def _name_of(operator: Any) -> str:
-    return getattr(getattr(operator, "overloadpacket", None), "__name__", "")
+    return str(operator.overloadpacket.__name__)
 
 
 class _Value:
@@ -249,6 +262,8 @@ class OperatorRecorder(TorchDispatchMode):
         check: returns a comparison of a recomputed tensor with the forward's, or None.
     """
 
+    supports_higher_order_operators = True
+
     def __init__(self, kept: Container[int] | None, check: Callable[[], Callable[[Any], None]] | None = None) -> None:
         super().__init__()
         self._kept, self._check = kept, check
@@ -258,13 +273,14 @@ class OperatorRecorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func.namespace == "prim" or func is torch.ops.aten.detach.default:  # neither computes a tensor
-            return func(*args, **kwargs)
+        if func is _DETACH or not isinstance(func, OpOverload) or func.namespace == "prim":
+            return func(*args, **kwargs)  # Computes no tensor, or is a higher-order operator, whose results are kept.
         leaves, structure = tree_flatten((args, kwargs))
         is_random, source = draws(func, args, kwargs), None
         if is_random or is_product(func):
             source, self._expensive = self._expensive, self._expensive + 1
         is_kept = self._is_kept(func, args, kwargs, source, is_random=is_random)
+        is_kept |= any(isinstance(leaf, Tensor) and not _is_plain(leaf) for leaf in leaves)
         written = _written(func, leaves, args, kwargs)
         values = [self._input(leaf, place in written) if _is_plain(leaf) else leaf for place, leaf in enumerate(leaves)]
         self._calls += 1
@@ -493,7 +509,10 @@ def _geometry(tensor: Tensor) -> Any:
 
 
 def _is_plain(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.layout is torch.strided and not value.is_nested
+    """Return True for a tensor with its own storage, not for a tensor of tensors such as a DTensor."""
+    if not isinstance(value, Tensor) or value.layout is not torch.strided:
+        return False
+    return not value.is_nested and not is_traceable_wrapper_subclass(value)
 
 
 def _is_batch_norm(operator: Any) -> bool:
@@ -510,20 +529,20 @@ def _is_replayable(operator: Any, args: Any, kwargs: Any) -> bool:
     if _by_name(operator, args, kwargs).get("generator") is not None or operator.namespace != "aten":
         return False
     tensor = next((each for each in tree_iter((args, kwargs)) if isinstance(each, Tensor)), None)
-    if tensor is None or tensor.device.type not in ("cpu", "cuda"):
-        return False
-    return tensor.device.type == "cpu" or not torch.cuda.is_current_stream_capturing()
+    kind = "" if tensor is None else tensor.device.type
+    # A generator's state cannot be read while a CUDA graph is captured.
+    return kind == "cpu" or (kind == "cuda" and not torch.cuda.is_current_stream_capturing())
 
 
 def _written(operator: Any, leaves: list[Any], args: Any, kwargs: Any) -> list[int]:
     """Return the places of the tensors that a call overwrites."""
-    given = _by_name(operator, args, kwargs)
     if _is_batch_norm(operator):
+        given = _by_name(operator, args, kwargs)
         over = [given.get(name) for name in _BATCH_STATISTICS] if given.get("training", True) else []
     elif operator.namespace in _COLLECTIVES:
         over = list(tree_iter((args, kwargs)))
-    elif operator._schema.is_mutable:
-        names = [each.name for each in operator._schema.arguments if each.alias_info and each.alias_info.is_write]
+    elif names := _overwritten_names(operator):
+        given = _by_name(operator, args, kwargs)
         over = list(tree_iter([given.get(name) for name in names]))
     else:
         return []
