@@ -14,12 +14,14 @@ from torch import nn
 
 import trimtab
 from trimtab.adaptive_batch.noise_probes import OverheadBudget
+from trimtab.core.recompute_schedule import schedule_of
 from trimtab.experiments.phases import StepClock
 from trimtab.losses import Summed
 from trimtab.plans.plan import Plan
 from trimtab.state import process_state
 from trimtab.state.loop_state import LoopState
 from trimtab.state.peak_memory import peak_bytes, unused_bytes
+from trimtab.techniques.activation_checkpointing import use_schedule
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -275,3 +277,34 @@ def test_a_plan_of_a_long_run_is_compiled_on_trial() -> None:
     batch = (torch.randn(16_384, 2048).cuda(), torch.randint(0, 10, (16_384,)).cuda())
     plan = trimtab.plan(model, optimizer, loss_fn, batch, total_steps=50_000)
     assert plan.compiled.value, plan.compiled
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("kept", ["~0", "~0[]", "~0[0]", "~0[0-3]"])
+def test_a_step_is_the_same_whatever_results_a_block_keeps(kept: str, autocast: bool) -> None:
+    """With batch statistics, dropout masks that are drawn again, and attention with dropout."""
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.norm, self.two = nn.Linear(64, 64), nn.BatchNorm1d(64), nn.Linear(64, 192)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = nn.functional.dropout(torch.relu(self.norm(self.one(x))), 0.2)
+            q, k, v = self.two(y).view(8, 16, 3, 2, 32).permute(2, 0, 3, 1, 4)
+            z = nn.functional.scaled_dot_product_attention(q, k, v, dropout_p=0.1)
+            return x + nn.functional.gelu(z.transpose(1, 2).reshape(128, 64))
+
+    def steps(text: str) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model = nn.Sequential(Block()).cuda().train()
+        undo = use_schedule(model, ["0"], schedule_of(text, 1))
+        for _ in range(2):
+            with torch.autocast("cuda", torch.bfloat16, enabled=autocast):
+                loss = model(torch.randn(128, 64, device="cuda")).square().mean()
+            loss.backward()
+        undo()
+        return [loss.detach(), *(p.grad for p in model.parameters() if p.grad is not None), *model.buffers()]
+
+    for ours, theirs in zip(steps(kept), steps("0"), strict=True):
+        torch.testing.assert_close(ours, theirs)  # The backward of attention adds in any order.

@@ -25,7 +25,7 @@ class Recompute(Setting):
     default = None
     effect = Effect.BITWISE
     summary = "Activation checkpointing of the model's blocks, in addition to the loop's own."
-    values = "every_block, a schedule such as '0-3 (4) (5-6) ~7 8', or None"
+    values = "every_block, a schedule such as '0-3 (4) (5-6) ~7[0,2] ~8', or None"
     examples = ("every_block",)
     is_searched = True
     value_type = str | None

@@ -97,7 +97,7 @@ class _Value:
         self.saved: Callable[[], _Saved | None] = _nothing
 
     def keep(self, tensor: Tensor) -> _Value:
-        """Keep the tensor itself, for which `tensor` is the forward's."""
+        """Hold a tensor of the forward until the backward."""
         # A detached alias, because a result refers to its graph, and the graph to this value. The parameter itself,
         # because a sharded parameter exchanges its storage.
         self.tensor = tensor if isinstance(tensor, nn.Parameter) else tensor.detach()
@@ -355,7 +355,7 @@ class OperatorRecorder(TorchDispatchMode):
             self._values[storage] = {geometry: value}
 
     def pack(self, tensor: Tensor) -> Any:
-        """Return what autograd holds in place of a tensor."""
+        """Return the object that autograd holds in place of a tensor."""
         if not _is_plain(tensor):
             return tensor
         value = self._input(tensor, is_written=False)
@@ -369,7 +369,7 @@ class OperatorRecorder(TorchDispatchMode):
         return saved
 
     def unpack(self, saved: Any) -> Tensor:
-        """Return the tensor for what autograd holds in its place."""
+        """Return the tensor of an object from `pack`, recomputed if necessary."""
         if not isinstance(saved, _Saved):
             return saved  # type: ignore[no-any-return]  # a tensor without a recipe
         found = saved.value.at_hand()
