@@ -32,9 +32,8 @@ from trimtab.training.batch import to_device
 T = TypeVar("T")
 _MEASURING_S = 1.0  # Seconds per schedule, if more than the fewest steps fit.
 _MOST = 10
-_OTHERS = 17  # Steps for finding loss scales, trying blocks and timing their forwards and operators.
+_OTHERS = 14  # Steps for finding loss scales, trying blocks and timing their forwards.
 _MOST_LEVELS = 4  # Sets of kept results traced for each block, in addition to matrix products and attention.
-_SURVEYS = 3
 _SMALLER = 4  # Ratio of the larger to the smaller micro-batch.
 # Lower bound, as a fraction of the blocks' forward time, for recomputation of whole blocks, because the measured
 # difference may be lost in noise.
@@ -116,8 +115,8 @@ def measure_seconds(
 
 def num_steps(step_s: float) -> int:
     """Return the approximate number of steps for measuring the blocks of a candidate with `step_s` seconds per step."""
-    turns = 2 * 2 * (1 + _turns(step_s))  # Two sizes; everything kept and recomputed.
-    return turns + _OTHERS
+    times = 2 * 2 + 1  # Two sizes; everything kept and recomputed; and measurement of the operators.
+    return times * (1 + _turns(step_s)) + _OTHERS
 
 
 def _turns(step_s: float) -> int:
@@ -226,7 +225,9 @@ def _parts(
     model: nn.Module, names: Sequence[str], step: Callable[[], object], trace: Callable[..., list[BlockChainModel]]
 ) -> Iterator[list[KeptResults]]:
     """Yield the sets of kept results of the blocks, for each chain of `trace`."""
-    _, *surveys = (survey_operators(model, names, step) for _ in range(_SURVEYS))  # The heap grows in the first step.
+    start = clock_s()
+    survey_operators(model, names, step)  # The heap grows in the first step.
+    surveys = [survey_operators(model, names, step) for _ in range(_turns(clock_s() - start))]
     levels = [fastest(each).levels(_MOST_LEVELS) for each in zip(*surveys, strict=True)]
     found = []
     for place in range(max(map(len, levels))):

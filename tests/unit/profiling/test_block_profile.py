@@ -29,6 +29,7 @@ from trimtab.profiling.block_profile import line_through, measure_recomputable, 
 from trimtab.profiling.training_loop import TrainingLoop
 from trimtab.state.loop_state import LoopState
 from trimtab.state.peak_memory import peak_bytes
+from trimtab.tasks.models.resnet import ResNet
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("brief_trials")]
 MEASURING_S = block_profile._MEASURING_S  # where trials are not brief
@@ -188,23 +189,36 @@ def test_a_block_that_writes_over_what_is_kept_is_not_kept_in_part():
     assert all(not stage.parts for stage in found.whole.many.stages)
 
 
-def test_a_limit_is_met_with_less_recomputation_where_blocks_keep_some_results():
-    """Of blocks with two products, one of a large result and one of a small one."""
-    torch.manual_seed(0)
+def products():
+    """Return a model of blocks with two products, one of a large result and one of a small one, and its batch."""
     layers = [[nn.Linear(8, 256), nn.Tanh(), nn.Linear(256, 8), nn.Tanh()] for _ in range(4)]
-    model = nn.Sequential(*(nn.Sequential(*each) for each in layers), nn.Linear(8, 3))
-    batch = (torch.randn(2048, 8),)
-    subject = TrainingLoop(model, sgd(model), lambda m, b: m(b[0]).square().mean(), batch)
-    found = measure_recomputable(subject, Candidate(2048), splits=False)
-    chain = found.whole.at(2048)
+    return nn.Sequential(*(nn.Sequential(*each) for each in layers), nn.Linear(8, 3)), torch.randn(2048, 8)
+
+
+def convolutions():
+    """Return a model with batch statistics, residual connections and blocks of different sizes, and its batch."""
+    return ResNet(width=8, depths=(2, 2)), torch.randn(16, 3, 16, 16)
+
+
+@pytest.mark.parametrize("make", [products, convolutions])
+def test_less_is_held_the_more_results_are_given_up(make):
+    torch.manual_seed(0)
+    model, batch = make()
+    subject = TrainingLoop(model, sgd(model), lambda m, b: m(b[0]).square().mean(), (batch,))
+    found = measure_recomputable(subject, Candidate(len(batch)), splits=False)
+    chain = found.whole.at(len(batch))
     for stage in chain.stages[:-1]:
         sizes = [part.saved_bytes for part in stage.parts]
         assert sizes == sorted(sizes, reverse=True)
-        assert sizes[-1] < stage.saved_bytes / 4
-        assert stage.parts[-1].recompute_s > stage.parts[0].recompute_s
-    for results in {part.results for part in chain.stages[0].parts}:
-        schedule = (*(KeptBlock(index, in_part=True, results=results) for index in range(4)), KeptBlock(4))
-        with subject.start(Candidate(2048, recompute=to_notation(schedule[:-1]))) as run:
+        assert sizes[-1] < stage.saved_bytes / 2
+        seconds = [part.recompute_s for part in stage.parts]
+        assert seconds == sorted(seconds)
+    number = len(found.blocks)
+    for place in range(max(len(stage.parts) for stage in chain.stages)):
+        results = (stage.parts[min(place, len(stage.parts) - 1)].results for stage in chain.stages[:-1])
+        kept = (KeptBlock(index, in_part=True, results=each) for index, each in enumerate(results))
+        schedule = (*kept, KeptBlock(number))
+        with subject.start(Candidate(len(batch), recompute=to_notation(schedule[:-1]))) as run:
             counted = third_peak(subject, run)
         assert chain.held_bytes + predict(chain.stages, schedule).peak_bytes == pytest.approx(counted, rel=0.03)
 
@@ -336,6 +350,6 @@ def test_noise_makes_nothing_free(monkeypatch, splits):
 
 def test_steps_are_counted_before_they_are_taken(monkeypatch):
     monkeypatch.setattr(block_profile, "_MEASURING_S", MEASURING_S)
-    assert num_steps(1.0) == 2 * 2 * 3 + 17
-    assert num_steps(0.2) == 2 * 2 * 6 + 17
-    assert num_steps(0.01) == num_steps(0.0) == 2 * 2 * 11 + 17
+    assert num_steps(1.0) == 5 * 3 + 14
+    assert num_steps(0.2) == 5 * 6 + 14
+    assert num_steps(0.01) == num_steps(0.0) == 5 * 11 + 14
