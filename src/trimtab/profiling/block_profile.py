@@ -213,7 +213,8 @@ def _traced(subject: TrainingLoop, candidate: Candidate) -> tuple[list[BlockChai
         with_schedule(run.model, names, schedule_of(EVERY_BLOCK, len(names)), step)
         if not runs_in_segments(run.model, subject.blocks, step):
             chains = [chain.unlinked() for chain in chains]
-        with contextlib.suppress(ModelError, RuntimeError):  # For example, a block overwrites a tensor that is kept.
+        # For example, a block overwrites a tensor that is kept; whole blocks may be recomputed nevertheless.
+        with contextlib.suppress(Exception):
             with_schedule(run.model, names, in_part_of(len(names)), step)
             parts = _parts(run.model, names, step, trace)
             chains = [chain.with_parts(each) for chain, each in zip(chains, parts, strict=True)]
