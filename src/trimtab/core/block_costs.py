@@ -19,7 +19,7 @@ class ExpensivePart:
     Args:
         backward_bytes: peak of the backward, beyond saved_bytes and the output's gradient.
         recompute_s: seconds to compute the rest.
-        results: indices of the expensive operators whose results are kept; None for matrix products and attention.
+        results: indices of the expensive operators with kept results; None for matrix products and attention.
         forward_share: the same seconds as a fraction of the block's forward; 0 if unknown.
     """
 
@@ -52,7 +52,7 @@ class BlockCost:
         cached_bytes: the same, if nothing is kept.
         is_linked: True if only the next stage uses the output, so that a segment may extend beyond this stage.
         part: costs of keeping the results of matrix products and attention only, if possible.
-        levels: costs of keeping other sets of results.
+        levels: costs of keeping further sets of results.
     """
 
     forward_s: float
@@ -237,9 +237,9 @@ class ExpensiveOperator:
     """A matrix product, convolution, attention, or an operator that draws random numbers, in a block's forward.
 
     Args:
-        num_bytes: bytes of its results.
-        is_random: True if it draws random numbers.
-        is_needed: True if backward needs the results, or recomputes other tensors from them.
+        num_bytes: bytes of the results.
+        is_random: True if the operator draws random numbers.
+        is_needed: True if backward needs the results, possibly to recompute tensors.
     """
 
     num_bytes: int
@@ -255,7 +255,7 @@ class BlockOperators:
     Args:
         expensive: the expensive operators, in order.
         forward_s: seconds of the forward.
-        more_s: additional seconds of a step that keeps the results of the expensive operators, and recomputes the rest.
+        more_s: additional seconds of a step that keeps all results of expensive operators, and recomputes the rest.
     """
 
     expensive: tuple[ExpensiveOperator, ...]
@@ -263,10 +263,10 @@ class BlockOperators:
     more_s: float
 
     def levels(self, most: int) -> list[tuple[tuple[int, ...] | None, float]]:
-        """Return sets of kept results, and for each the recomputed fraction of the forward's time.
+        """Return sets of kept results with the recomputed fraction of the forward's time.
 
-        The first set is None (matrix products and attention). At most `most` others follow: results are given up in the
-        order of bytes per second of recomputation, until none is left that backward needs.
+        The first set is None (matrix products and attention). At most `most` sets follow. Results are given up in the
+        order of bytes per second of recomputation, until backward needs no kept result.
         """
         needed = [index for index, each in enumerate(self.expensive) if each.is_needed]
         drawn = {index for index in needed if self.expensive[index].is_random}

@@ -2,9 +2,9 @@
 
 `0-3 (4) (5-6) ~7 8` keeps the activations of blocks 0 to 3 and 8, recomputes block 4 alone and blocks 5 and 6
 together, and keeps only the results of matrix products and attention of block 7. `~7[0,2-3]` keeps only three results
-of block 7: those of its expensive operators 0, 2 and 3, counted from 0 in the order of the forward. Expensive operators
-are matrix products, convolutions, attention and those that draw random numbers. `~7[]` keeps none of them. Segments may
-be nested, as in `((0) 1) 2`.
+of block 7, by number of the expensive operator in the order of the forward. Expensive operators are matrix products,
+convolutions, attention and operators that draw random numbers, counted from 0. `~7[]` keeps no result. Segments may be
+nested, as in `((0) 1) 2`.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class KeptBlock:
     Args:
         index: the stage, counted from 0.
         in_part: keep only the results of some operators.
-        results: indices of the expensive operators whose results are kept, in ascending order; None for matrix
-            products and attention. Only with `in_part`.
+        results: indices of the expensive operators with kept results, in ascending order; None for matrix products and
+            attention. Only with `in_part`.
     """
 
     index: int

@@ -1,9 +1,9 @@
-"""Recomputation of single operators: a block keeps the results of some operators and recomputes the others in backward.
+"""Recomputation of single operators: a block keeps the results of some operators, and backward recomputes the rest.
 
-A dispatch mode records every operator of the block's forward with its arguments. A tensor that autograd saves becomes a
-recipe: the operators that compute it again from kept tensors. Backward runs the recipe of a saved tensor when it needs
-the tensor, and only the operators on which the tensor depends; the block's Python code does not run again. This is
-Checkmate's single-operator rematerialization (Jain et al., arXiv:1910.02653) with a given set of kept results.
+A dispatch mode records every operator of the block's forward with all arguments. In place of a tensor, autograd saves a
+recipe: the operators that compute the tensor from kept tensors. Backward runs a recipe when the tensor is needed, and
+runs only the operators in the recipe; the block's Python code does not run again. This is the single-operator
+rematerialization of Checkmate (Jain et al., arXiv:1910.02653) with a given set of kept results.
 """
 
 from __future__ import annotations
@@ -83,8 +83,8 @@ class _Value:
     Attributes:
         call: the operator call that returns the tensor; None if it is unknown.
         tensor: the kept tensor, or None.
-        is_blank: True for the result of a factory such as `empty_like`, which another operator may fill.
-        source: index of the expensive operator whose result is kept here, or None.
+        is_blank: True for the result of a factory such as `empty_like`, possibly filled later.
+        source: index of the expensive operator, if the tensor is a kept result; or None.
     """
 
     __slots__ = ("__weakref__", "call", "index", "is_blank", "saved", "source", "tensor", "version")
@@ -161,7 +161,7 @@ class _Call:
         self._random = _RandomState(device)
 
     def run(self, tensor_of: Callable[[_Value], Tensor], copy_of: Callable[[_Value], Tensor]) -> tuple[Any, ...]:
-        """Run the operator again and return its results; `copy_of` returns tensors that the operator may overwrite."""
+        """Run the operator again and return the results; `copy_of` returns tensors that the operator may overwrite."""
         leaves = list(self.leaves)
         for place, leaf in enumerate(leaves):
             if isinstance(leaf, _Value):
@@ -205,7 +205,7 @@ class _RandomState:
 
 
 def _compute(wanted: _Value) -> Tensor:
-    """Return a value's tensor after running the calls on which it depends, each once."""
+    """Return a value's tensor after running all necessary calls once."""
     calls = _needed(wanted)
     uses = Counter(value for call in calls for value in dict.fromkeys(call.inputs))
     made: dict[_Value, Tensor] = {}
@@ -256,9 +256,9 @@ class OperatorRecorder(TorchDispatchMode):
     """Dispatch mode that records the operators of a block's forward.
 
     Args:
-        kept: indices of the expensive operators whose results are kept, in the order of the forward; None for all
-            matrix products, convolutions and attention without dropout. Expensive operators are these and those that
-            draw random numbers.
+        kept: indices of the expensive operators with kept results, in the order of the forward; None for all matrix
+            products, convolutions and attention without dropout. Expensive operators are matrix products, convolutions,
+            attention, and operators that draw random numbers.
         check: returns a comparison of a recomputed tensor with the forward's, or None.
     """
 
@@ -339,7 +339,7 @@ class OperatorRecorder(TorchDispatchMode):
     def _overwrote(self, call: _Call, leaves: list[Any], written: list[int], result: Any, *, is_kept: bool) -> None:
         """Record a call that overwrites arguments. The tensors are kept from then on, unless the call is replayable.
 
-        A call is replayable if it overwrites, as a whole, a recomputable tensor without views.
+        A call is replayable if a recomputable tensor without views is overwritten as a whole.
         """
         for place in written:
             tensor, before = leaves[place], call.leaves[place]
@@ -386,7 +386,7 @@ class OperatorRecorder(TorchDispatchMode):
     def close(self, result: Any) -> None:
         """Keep the block's results, and forget all values that backward does not need.
 
-        The following block holds the results until this block's backward in any case.
+        The following block holds the results until the backward of this block in any case.
         """
         for tensor in tree_iter(result):
             if _is_plain(tensor) and (value := self._value_of(tensor)).tensor is None:
