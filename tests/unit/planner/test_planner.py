@@ -31,7 +31,7 @@ def codes_against(plan, name: str) -> dict[object, str]:
 
 def test_clear_gains_are_taken_with_their_figures():
     plan = planned(Machine(speed=FAST, fused_speed=3.0, noise=0.01, drift=0.2))
-    assert values(plan)[:6] == (64, "bf16", "channels_last", "retain", True, None)
+    assert values(plan)[:5] == (64, "bf16", "channels_last", "retain", True)
     assert plan.changes == ("precision", "memory_layout", "allocator", "fused_optimizer")
     assert plan.plan_kind == "equivalent"
     assert "x the speed (95%" in plan.precision.reason
