@@ -289,9 +289,10 @@ def plan(
     - "optimizer": Muon for the matrices of the model's blocks.
     - "schedule": other shapes of the learning-rate schedule.
     - "dropout": no dropout, judged by the loss of unseen batches, for a run within one epoch.
+    - "optimizer_state": state of Adam, AdamW or SGD in 8 bits or bf16.
 
-    The last three are compared with the unchanged setting in short paired trainings in one process, and accepted if
-    they reach the same loss significantly sooner.
+    The last four are compared with the unchanged setting in short paired trainings in one process, and accepted if
+    they reach the same loss significantly sooner; low-bit state if it reaches the same loss and lowers the objective.
 
     Args:
         loader_or_batch: the loop's loader, whose first batch is the example and which is otherwise used as `data`; or
@@ -488,7 +489,8 @@ def _planned(
         chosen = of_replicas(of_any_rank(found) if is_shared else found, kept)
         if trains and data is not None:
             loop = TrainingLoop(model, optimizer, loss_fn, example_batch, modules=beside, batching=batching)
-            chosen = tune_plan(loop, chosen, freed, data, progress, RunLength.of(data, total_steps), found.budget)
+            how = RunLength.of(data, total_steps), found.budget, objective
+            chosen = tune_plan(loop, chosen, freed, data, progress, *how)
         if rule is not None:
             wanted = default_rule(chosen) if batch_rule is None else rule
             chosen = chosen.freed(wanted, FREED if wanted.spans_batches else CUT)

@@ -12,7 +12,7 @@ import pytest
 import torch
 from plain_loop import TOLERANCE, Trained, assert_close, assert_same_training, train_ours, train_plain
 from rank_cases import CASES
-from training_cases import blocked_case, class_batches, class_case, dropout_mlp, headed_case, image_case
+from training_cases import blocked_case, class_batches, class_case, dropout_mlp, headed_case, image_case, wide_mlp
 
 from trimtab.core.batch_rule import BatchRule
 from trimtab.core.choice import COMPILED_BLOCKS, Effect
@@ -53,6 +53,8 @@ def train(name, value, dtype, optimizer) -> tuple[Trained, Trained]:
         case = headed_case(dtype, optimizer, foreach=True)
     if name == "optimizer" or value == COMPILED_BLOCKS:
         case = blocked_case(dtype)
+    if name == "optimizer_state":
+        case = class_case(dtype, optimizer, model=wide_mlp)
     if name == "dropout":
         case = class_case(dtype, optimizer, model=dropout_mlp)
     total = 10 * ROWS if MARKS[name] is Effect.TRAINING else None

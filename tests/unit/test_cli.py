@@ -709,7 +709,7 @@ ERRORS = [
         "plan tiny:task --adapt all",
         "value.invalid",
         "'all'",
-        "learning-rate, schedule, optimizer, dropout, batch, none",
+        "learning-rate, schedule, optimizer, dropout, optimizer-state, batch, none",
     ),
     ("train tiny:task --adapt x", "value.invalid", "--adapt", "'x'"),
     ("train tiny:task --adapt x --plan plan.json", "value.invalid", "--adapt", "'x'"),

@@ -71,10 +71,11 @@ Adapt = Annotated[
     str | None,
     typer.Option(
         help="training settings that the plan may tune, separated by commas: learning-rate, schedule, "
-        "optimizer, dropout, batch"
+        "optimizer, dropout, optimizer-state, batch"
     ),
 ]
-TRAINED = ("learning-rate", "schedule", "optimizer", "dropout")  # settings that planning tests by short trainings
+# Settings that planning tests by short trainings.
+TRAINED = ("learning-rate", "schedule", "optimizer", "dropout", "optimizer-state")
 
 
 def conflict(option: str, problem: str, hint: str, code: str = "option.conflict") -> ValueGivenError:

@@ -25,11 +25,16 @@ from trimtab.measure.storage_tracker import StorageTracker, WorkspaceTooLarge, m
 LossFn = Callable[[nn.Module, Any], Any]
 Autocast = Callable[[], contextlib.AbstractContextManager[Any]]
 Prepare = Callable[[nn.Module], object]
+PrepareOptimizer = Callable[[nn.Module, Optimizer], object]
 Phase = tuple[list[int], list[int]]  # bytes held at each moment, and births (1) or deaths (-1)
 
 
 def as_it_is(model: nn.Module) -> None:
     """Leave the model unchanged."""
+
+
+def own_state(model: nn.Module, optimizer: Optimizer) -> None:
+    """Leave the optimizer's state to its step."""
 
 
 class SizeTrace(NamedTuple):
@@ -58,6 +63,7 @@ def trace_peaks(
     autocasts: Sequence[Autocast] = (contextlib.nullcontext,),
     counts_scratch: bool = False,
     prepare: Prepare = as_it_is,
+    prepare_optimizer: PrepareOptimizer = own_state,
 ) -> list[SizeTrace]:
     """Return peak and work of a step as functions of the micro-batch size, fitted through two sizes, for each autocast.
 
@@ -71,12 +77,13 @@ def trace_peaks(
         counts_scratch: True to add operator workspace, by running each operator that needs any once on real CPU
             tensors.
         prepare: Called with the fake copy of the model before the steps.
+        prepare_optimizer: Called with the fake copies of model and optimizer before the optimizer has state.
 
     Raises:
         ModelError: The step cannot be traced, for example because it reads a tensor's value.
     """
     runs = [(batch, autocast) for autocast in autocasts for batch in batches]
-    steps = _traced(model, optimizer, loss_fn, runs, prepare=prepare)
+    steps = _traced(model, optimizer, loss_fn, runs, prepare=prepare, prepare_optimizer=prepare_optimizer)
     return [_sizes(*pair, rows, counts_scratch=counts_scratch) for pair in zip(steps[::2], steps[1::2], strict=True)]
 
 
@@ -147,6 +154,7 @@ def _traced(
     *,
     num_micro_batches: int = 1,
     prepare: Prepare = as_it_is,
+    prepare_optimizer: PrepareOptimizer = own_state,
 ) -> list[TracedStep]:
     """Trace a step for every batch and autocast. All use the same copies, whose optimizer state is created once."""
     fakes, steps, storages = FakeTensors(), list[TracedStep](), StorageTracker()
@@ -155,6 +163,7 @@ def _traced(
         prepare(model)
         batches = [fakes.copy(batch) for batch, _ in runs]
         with fakes, storages:
+            prepare_optimizer(model, optimizer)
             make_state(optimizer, storages)
             storages.counts_work = True
             for _, autocast in runs:

@@ -165,7 +165,11 @@ def is_free(ours: Trial, theirs: Trial) -> bool:
     """Return True if a trial saves memory without a measured loss of speed; a larger saving may be less certain."""
     if ours.peak_bytes is None or theirs.peak_bytes is None:
         return False
-    speed, saved = speed_ratio(ours, theirs), saved_memory_fraction(ours, theirs)
+    return saves_for_free(speed_ratio(ours, theirs), saved_memory_fraction(ours, theirs))
+
+
+def saves_for_free(speed: Interval, saved: float) -> bool:
+    """Return True if a fraction of the peak memory is saved without a measured loss of speed."""
     is_as_fast = speed.mean >= FREE_SPEED and speed.low >= min(FREE_SPEED, 1 - LOSS_PER_SAVING * saved)
     return is_as_fast and speed.n >= MIN_PAIRS_FOR_VERDICT and saved >= WORTH_SAVING
 

@@ -226,6 +226,14 @@ class ShortPair:
         return self.rival.ended_at <= self.stands.ended_at
 
     @property
+    def samples_at_equal_loss(self) -> float:
+        """Ratio of the incumbent's to the rival's samples until the higher of both final losses; 0 if non-finite."""
+        target = max(self.stands.ended_at, self.rival.ended_at)
+        if not (math.isfinite(self.stands.ended_at) and math.isfinite(self.rival.ended_at)):
+            return 0.0
+        return self.stands.steps_to(target) / self.rival.steps_to(target)
+
+    @property
     def control(self) -> float | None:
         """`time` against the second incumbent training, divided by `time`; None if either is not finite and positive.
 

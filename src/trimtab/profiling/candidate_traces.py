@@ -12,15 +12,17 @@ from torch import nn
 
 from trimtab.core.errors import ModelError, TrimtabError
 from trimtab.measure.fake_tensors import kernels_of
-from trimtab.measure.memory_trace import SizeTrace, trace_peaks
+from trimtab.measure.memory_trace import SizeTrace, own_state, trace_peaks
 from trimtab.measure.storage_tracker import WorkspaceTooLarge
 from trimtab.planner.target_device_candidates import recorded_candidates
+from trimtab.plans.plan import Plan
 from trimtab.plans.profile import Candidate, Profile, TracedCandidate
 from trimtab.profiling.measurement_notes import Notes
 from trimtab.profiling.smoke_test import CrashTest
 from trimtab.profiling.training_loop import TrainingLoop
 from trimtab.settings import loss_chunk
 from trimtab.techniques import optimizers
+from trimtab.techniques.low_bit_state import use_low_bit
 from trimtab.techniques.mixed_precision import autocast
 from trimtab.training.batch import BY_CONTAINERS, BatchSplitting, to_device
 from trimtab.training.run import LossFn
@@ -72,6 +74,35 @@ def _trace_candidate(subject: TrainingLoop, candidate: Candidate) -> list[Traced
         TracedCandidate(candidate, each.whole.beside(held), each.sliced.beside(held), each.work, each.step.beside(held))
         for each in traced
     ]
+
+
+def trace_optimizer_states(subject: TrainingLoop, plan: Plan, kinds: Sequence[str]) -> dict[str, int]:
+    """Return the traced peak of a step of a plan by storage of the optimizer's state, "user" and `kinds`.
+
+    {} if the batch is too small to be split, or the step cannot be traced, as with recomputation.
+    """
+    if plan.recompute.value is not None:  # Copies of recomputed blocks would call the original blocks.
+        return {}
+    rows, found = subject.batching.require(subject.batch), {}
+    batch = to_device(subject.batch, subject.device)
+    with contextlib.suppress(ModelError), subject.start_plan(plan) as run:
+        for kind in ("user", *kinds):
+            traced = _trace(
+                run.model,
+                subject.optimizer,
+                subject.loss_fn,
+                batch,
+                subject.batching,
+                autocasts=[run.autocast],
+                counts_scratch=subject.device.type == "cpu",
+                prepare_optimizer=own_state if kind == "user" else functools.partial(use_low_bit, kind=kind),
+            )
+            micro_batch = run.plan.micro_batch_of(rows)
+            is_whole = micro_batch >= rows and not subject.adapts_batch_size
+            for sizes in traced:
+                model = sizes.whole if is_whole else sizes.sliced
+                found[kind] = model.peak_bytes(micro_batch) + subject.start_bytes
+    return found
 
 
 def trace_elsewhere(

@@ -15,10 +15,12 @@ from torch import nn
 
 from trimtab.core import validation
 from trimtab.core.batch_rule import BatchRule
+from trimtab.core.choice import Rejected
 from trimtab.core.errors import ValueGivenError
-from trimtab.core.objective import Budget
+from trimtab.core.objective import Budget, Objective
 from trimtab.losses import parts_of
 from trimtab.measure.timing import synchronize
+from trimtab.planner.smaller_state import has_worse_loss, is_small, judge_smaller, peak_reduction, with_lower_peak
 from trimtab.planner.tuned_plan import (
     RatePoint,
     ShortPair,
@@ -33,14 +35,17 @@ from trimtab.planner.tuned_plan import (
     within_limits,
 )
 from trimtab.plans.plan import Plan
+from trimtab.profiling.candidate_traces import trace_optimizer_states
 from trimtab.profiling.training_loop import TrainingLoop, in_mode, one_at_a_time, own_loss
 from trimtab.settings import unchanged
 from trimtab.settings.dropout import dropout_modules
 from trimtab.settings.schedule import rate_unset
 from trimtab.state.data_state import draw_and_restore_data
 from trimtab.state.loop_state import unchanged_by
+from trimtab.state.peak_memory import is_profiled, peak_bytes
 from trimtab.state.process_state import separate_heaps
 from trimtab.techniques.learning_rate import scaled_rates
+from trimtab.techniques.low_bit_state import bytes_saved, require_low_bit
 from trimtab.techniques.muon import hidden_matrices, require_muon
 from trimtab.training.batch import iterate, to_device
 from trimtab.training.data_position import length_of
@@ -51,14 +56,17 @@ WIDEST = 300.0
 _NO_LIMIT = 1e30  # Limit on the gradient norm that never clips: the factor is exactly 1.
 PAIR_STEPS = 60
 NUM_PAIRS = 5  # Fewer pairs cannot give a verdict (math: section 8).
-ADAPTATIONS = ("learning_rate", "batch", "optimizer", "schedule", "dropout")
+ADAPTATIONS = ("learning_rate", "batch", "optimizer", "schedule", "dropout", "optimizer_state")
 # Settings compared in short paired trainings, and all settings that need short trainings.
-RACED = frozenset({"optimizer", "schedule", "dropout"})
+RACED = frozenset({"optimizer", "schedule", "dropout", "optimizer_state"})
 TRAINED = RACED | {"learning_rate"}
 # Optimizers that normalise the gradient by its magnitude, from the first step on.
 _SCALE_FREE = (torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.Adamax)
 _MUON = replace(unchanged("optimizer"), value="muon", reason="raced", changed=True)
 _NONE_DROPPED = replace(unchanged("dropout"), value=0.0, reason="raced", changed=True)
+# Tried until the first is accepted. 4 bits are left to the user: they save little more than 8, with larger errors.
+_STORAGES = ("8bit", "bf16")
+_OWN_STEP = replace(unchanged("fused_optimizer"), reason="low-bit optimizer state has its own fused step")
 _LINEAR = replace(unchanged("schedule"), value="warmup_linear", reason="raced", changed=True)
 Say = Callable[[str], None]
 
@@ -117,6 +125,7 @@ def short_race(
     *,
     by_unseen: bool = False,
     same_step: bool = False,
+    ends: Callable[[ShortPair], bool] | None = None,
 ) -> tuple[ShortPair, ...]:
     """Return the completed pairs: all, or up to the first that the rival lost. State is restored.
 
@@ -129,6 +138,7 @@ def short_race(
         by_unseen: True to compare the loss of every batch in evaluation mode before training on it, for settings that
             change the training loss itself. No training repeats data then.
         same_step: True to assume equal step times, so that only samples are compared.
+        ends: returns True for a pair, without its repetition, that decides against the rival; by default `is_lost`.
     """
     pairs: list[ShortPair] = []
     with (
@@ -160,7 +170,7 @@ def short_race(
                 return replace(found, step_s=1.0) if same_step else found
 
             pair = ShortPair(run("the current plan", stands, index), run("the rival plan", rival, index))
-            if is_lost(pair):
+            if (ends or is_lost)(pair):
                 return (*pairs, pair)
             again = run("the current plan, repeated", stands, num_pairs + index)
             pairs.append(ShortPair(pair.stands, pair.rival, again))
@@ -288,6 +298,8 @@ def require_adaptable(
         )
     if "optimizer" in freed:
         require_muon(hidden_matrices(model, optimizer))
+    if "optimizer_state" in freed:
+        require_low_bit(model, optimizer)
     if "learning_rate" in freed and any(group.get("lr") is None for group in optimizer.param_groups):
         raise rate_unset("adapt", optimizer)
     if "learning_rate" in freed and not any(float(group["lr"]) for group in optimizer.param_groups):
@@ -312,12 +324,14 @@ def tune_plan(
     progress: Say,
     length: RunLength = RunLength(),
     budget: Budget | None = None,
+    objective: Objective | None = None,
 ) -> Plan:
     """Return an equivalent plan extended to a tuned plan by short trainings on `data`; state is restored.
 
     The settings are tried in this order, each with the choices made before: no dropout (paired runs), a peak learning
-    rate (range test), the shape of the schedule, and Muon (both paired runs; Muon with a range test for itself if the
-    rate may be tuned). Slower settings must also meet the limits of `budget`.
+    rate (range test), the shape of the schedule, Muon (both paired runs; Muon with a range test for itself if the
+    rate may be tuned), and low-bit optimizer state (paired runs to equal loss, judged by time and memory with the
+    weights of `objective`). Slower settings must also meet the limits of `budget`.
 
     Raises:
         ModelError, OptimizerError: Muon has no matrices to step.
@@ -325,7 +339,7 @@ def tune_plan(
     """
     if "optimizer" in freed:
         hidden_matrices(subject.model, subject.optimizer)
-    by_range, budget = "learning_rate" in freed, budget or Budget()
+    by_range, budget, objective = "learning_rate" in freed, budget or Budget(), objective or Objective()
     if "dropout" in freed:
         base = _dropout_raced(subject, base, data, progress, length.passes, budget)
     stands = find_rate(subject, base, data, progress, length.steps) if by_range else base
@@ -333,16 +347,59 @@ def tune_plan(
         begin, rival = time.perf_counter(), stands.having(schedule=_LINEAR)
         verdict = judge_rival(short_race(subject, stands, rival, data, progress, same_step=True), "a linear decay")
         stands = adapt_schedule(stands, rival, verdict, time.perf_counter() - begin)
-    if "optimizer" not in freed:
-        return stands
-    begin = time.perf_counter()
-    rival = base.having(optimizer=_MUON)
-    rival = find_rate(subject, rival, data, progress, length.steps) if by_range else rival
-    if rival.schedule.value != "user" and stands.schedule.value != "user":
-        rival = rival.having(schedule=stands.schedule)
-    verdict = within_limits(budget, rival, judge_rival(short_race(subject, stands, rival, data, progress), "Muon"))
-    what = "Muon for the matrices of the blocks, AdamW for the rest"
-    return adapt_setting("optimizer", stands, rival, verdict, time.perf_counter() - begin, what)
+    if "optimizer" in freed:
+        begin = time.perf_counter()
+        rival = base.having(optimizer=_MUON)
+        rival = find_rate(subject, rival, data, progress, length.steps) if by_range else rival
+        if rival.schedule.value != "user" and stands.schedule.value != "user":
+            rival = rival.having(schedule=stands.schedule)
+        verdict = within_limits(budget, rival, judge_rival(short_race(subject, stands, rival, data, progress), "Muon"))
+        what = "Muon for the matrices of the blocks, AdamW for the rest"
+        stands = adapt_setting("optimizer", stands, rival, verdict, time.perf_counter() - begin, what)
+    if "optimizer_state" in freed:
+        stands = _state_raced(subject, stands, data, progress, budget, objective)
+    return stands
+
+
+def _state_raced(
+    subject: TrainingLoop, stands: Plan, data: Iterable[Any], progress: Say, budget: Budget, objective: Objective
+) -> Plan:
+    """Return the plan with the first storage of optimizer state that trains to the same loss and is worth its cost."""
+    kept = unchanged("optimizer_state")
+    if stands.optimizer.value != "user":
+        return stands.having(optimizer_state=replace(kept, reason="unchanged: not combined with Muon"))
+    progress("tracing the peak memory with low-bit optimizer state")
+    peaks, found = trace_optimizer_states(subject, stands, _STORAGES), stands
+    for kind in _STORAGES:
+        begin = time.perf_counter()
+        reduction = peak_reduction(stands, peaks, kind, bytes_saved(subject.optimizer, kind))
+        if reduction is None or is_small(reduction[1]):
+            known = "unknown" if reduction is None else f"lowered by {100 * reduction[1]:.2g}% only"
+            why = f"{kind} state was not tried: the peak memory would be {known}"
+            lost = (*found.optimizer_state.rejected, Rejected(kind, why, "setting.not_tried"))
+            return found.having(optimizer_state=replace(found.optimizer_state, rejected=lost))
+        choice = replace(kept, value=kind, reason="raced", changed=True)
+        rival = with_lower_peak(stands, reduction[0]).having(optimizer_state=choice, fused_optimizer=_OWN_STEP)
+        pairs = short_race(subject, stands, rival, data, progress, ends=has_worse_loss)
+        verdict = within_limits(budget, rival, judge_smaller(pairs, stands, objective, kind, reduction[1]))
+        before = found.optimizer_state.rejected
+        found = adapt_setting("optimizer_state", found, rival, verdict, time.perf_counter() - begin)
+        all_lost = (*before, *found.optimizer_state.rejected)
+        found = found.having(optimizer_state=replace(found.optimizer_state, rejected=all_lost))
+        if verdict.is_gain:
+            return _with_counted_peak(subject, found)
+    return found
+
+
+def _with_counted_peak(subject: TrainingLoop, plan: Plan) -> Plan:
+    """Return a measured plan with the counted peak of its second step; state is restored."""
+    if plan.measured is None or is_profiled():
+        return plan
+    with unchanged_by(own_loss(subject.loss_fn), subject.trained, subject.optimizer), subject.start_plan(plan) as run:
+        subject.step(run)
+        subject.optimizer.zero_grad(set_to_none=True)  # Gradients alive before the measurement would not be counted.
+        counted = peak_bytes(lambda: subject.step(run), subject.device, subject.live_tensors)
+    return replace(plan, measured=replace(plan.measured, peak_bytes=counted + subject.start_bytes))
 
 
 def find_rate(

@@ -16,6 +16,7 @@ from trimtab.settings.loss_chunk import LossChunk
 from trimtab.settings.memory_layout import MemoryLayout
 from trimtab.settings.micro_batch import MicroBatch
 from trimtab.settings.optimizer import OptimizerKind
+from trimtab.settings.optimizer_state import OptimizerState
 from trimtab.settings.precision import Precision
 from trimtab.settings.recompute import Recompute
 from trimtab.settings.schedule import LearningRateScale, Schedule, WarmupFraction
@@ -40,6 +41,7 @@ SETTINGS: Mapping[str, Setting] = {
         Dropout(),
         WeightDecay(),
         OptimizerKind(),
+        OptimizerState(),
         Schedule(),
         WarmupFraction(),
         LearningRateScale(),

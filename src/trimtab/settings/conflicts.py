@@ -88,6 +88,28 @@ def _steps_before(name: str, example: Scalar, is_set: Callable[[Values], bool]) 
     )
 
 
+def _needs_plain_state(name: str, example: Scalar, allowed: tuple[Scalar, ...], reason: str) -> Conflict:
+    """Return the conflict of low-bit optimizer state with a setting that has other values than `allowed`."""
+
+    def error(values: Values) -> dict[str, str]:
+        kept = " or ".join(map(repr, allowed))
+        return {
+            "got": f"{values['optimizer_state']!r} with {name}={values[name]!r}",
+            "expected": f"{name}={kept} with low-bit state",
+            "problem": f"plan.optimizer_state={values['optimizer_state']!r} does not support {name}={values[name]!r}: "
+            f"{reason}.",
+            "hint": f"Set optimizer_state='user', or {name}={kept}.",
+            "code": f"optimizer_state.{name}",
+        }
+
+    return Conflict(
+        ("optimizer_state", name),
+        holds=lambda values: values["optimizer_state"] != "user" and values[name] not in allowed,
+        error=error,
+        example={"optimizer_state": "8bit", name: example},
+    )
+
+
 CONFLICTS = (
     Conflict(
         ("warmup_fraction", "schedule"),
@@ -115,6 +137,9 @@ CONFLICTS = (
     *(_steps_before(name, setting.examples[0], partial(_is_changed, name)) for name, setting in IN_STEP.items()),
     _steps_before("zero_stage", 0, partial(_is_changed, "zero_stage")),
     _steps_before("num_ranks", 2, lambda values: values["num_ranks"] > 1),
+    _needs_plain_state("zero_stage", 1, (None, 0), "the shards of the state are not converted"),
+    _needs_plain_state("optimizer", "muon", ("user",), "the momentum of Muon is not converted"),
+    _needs_plain_state("fused_optimizer", True, (False,), "parameters with low-bit state always take the fused step"),
     _needs_stage("engine", "deepspeed"),
     _needs_stage("reduce_dtype", "bf16"),
     _needs_stage("bucket_bytes", 1024),

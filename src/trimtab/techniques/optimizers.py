@@ -211,12 +211,12 @@ def supports_fused(optimizer: torch.optim.Optimizer) -> bool:
         and not any(group.get("differentiable") or group.get("capturable") for group in groups)
         and not any(group.get("momentum") and group.get("dampening") for group in groups)
         and all(p.is_floating_point() and not p.is_sparse for group in groups for p in group["params"])
-        and all(_is_dense(p) for group in groups for p in group["params"])
+        and all(is_dense(p) for group in groups for p in group["params"])
         and all(p.device.type in ("cpu", "cuda") for group in groups for p in group["params"])
     )
 
 
-def _is_dense(parameter: Tensor) -> bool:
+def is_dense(parameter: Tensor) -> bool:
     """Return True if a parameter's memory has no gaps, in any order of dimensions."""
     extent = 1 + sum((size - 1) * stride for size, stride in zip(parameter.shape, parameter.stride(), strict=True))
     return parameter.numel() == 0 or extent == parameter.numel()

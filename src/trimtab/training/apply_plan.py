@@ -13,6 +13,7 @@ from torch import nn
 
 from trimtab.core.choice import Scalar
 from trimtab.core.errors import LoopError
+from trimtab.core.stateful import Stateful
 from trimtab.measure.timing import seconds_between, stamp, wait_for
 from trimtab.planner.statistics import Interval, ratio_interval
 from trimtab.plans.plan import Plan
@@ -22,6 +23,8 @@ from trimtab.state.peak_memory import most_bytes
 from trimtab.techniques import memory_format, optimizers
 from trimtab.techniques.compiled_call import CompiledCall
 from trimtab.techniques.cuda_graphs import GraphReplayer
+from trimtab.techniques.low_bit_state import rounding_steps
+from trimtab.techniques.muon import Momentum
 from trimtab.training.accumulation import drop_gradients
 from trimtab.training.window import ForwardRecorder
 
@@ -201,6 +204,14 @@ def apply_plan(
         memory_format.align_state(optimizer)
         drop_gradients(optimizer)
         return undo.pop_all()
+
+
+def technique_states(model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan) -> Iterator[tuple[str, Stateful]]:
+    """Yield the parts of a run's state that belong to an applied plan, by name."""
+    if plan.optimizer.value == "muon":
+        yield "muon", Momentum(model, optimizer)
+    if plan.optimizer_state.value != "user":
+        yield "optimizer_state", rounding_steps(optimizer)
 
 
 def _note_launches(recorder: GraphReplayer, note: Note) -> None:

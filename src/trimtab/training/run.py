@@ -27,11 +27,10 @@ from trimtab.settings.schedule import rate_factor, require_rates
 from trimtab.techniques import optimizers
 from trimtab.techniques.learning_rate import applied_rate, scaled_rates
 from trimtab.techniques.mixed_precision import MixedPrecision
-from trimtab.techniques.muon import Momentum
 from trimtab.techniques.step_in_backward import stepping_in
 from trimtab.training import loop_errors
 from trimtab.training.accumulation import WindowWeights, drop_gradients
-from trimtab.training.apply_plan import apply_plan, lay_out, require_free
+from trimtab.training.apply_plan import apply_plan, lay_out, require_free, technique_states
 from trimtab.training.backend import Backend, UserBackend, may_retry
 from trimtab.training.batch import BY_CONTAINERS, BatchSplitting, EmptyBatch
 from trimtab.training.batch_size_controller import BatchSizeController
@@ -717,8 +716,7 @@ class Run:
         yield from (("weights", self._weights), ("memory", self._retry.limit))
         if self._control is not None:
             yield "batch", self._control
-        if self.plan.optimizer.value == "muon":
-            yield "muon", Momentum(self.model, self.stepped_by)
+        yield from technique_states(self.model, self.stepped_by, self.plan)
         yield "precision", self._precision
 
     def _note_precision(self, cause: Cause) -> None:

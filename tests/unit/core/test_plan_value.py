@@ -43,7 +43,7 @@ VALUES, KEPT = ({name: both[i] for name, both in (EQUIVALENT | TRAINING).items()
 def test_numerical_effects_are_those_that_the_equivalence_tests_are_made_from():
     rounding = {"precision", "memory_layout", "fused_optimizer", "loss_chunk", "compiled", "zero_stage", "engine"}
     rounding |= {"reduce_dtype", "bucket_bytes", "reduces_once"}
-    training = {*TRAINING, "powersgd_rank", "warmup_fraction", "batch_policy"}
+    training = {*TRAINING, "optimizer_state", "powersgd_rank", "warmup_fraction", "batch_policy"}
     by_effect = {Effect.BITWISE: {"micro_batch", "allocator", "recompute"}}
     by_effect |= {Effect.ROUNDING: rounding, Effect.TRAINING: training}
     assert Plan.effects() == {name: effect for effect, names in by_effect.items() for name in names}
@@ -100,6 +100,7 @@ def test_fixed_holds_what_was_given():
         "micro_batch": 32,
         "batch_policy": "user",
         "warmup_fraction": None,
+        "optimizer_state": "user",
     } | VALUES
     assert all(choice.effect is Plan.effects()[name] for name, choice in plan.choices())
     assert Plan.fixed(128).micro_batch.value == 128
@@ -169,7 +170,8 @@ def test_the_page_shows_every_choice_and_every_loser(data):
     plan = Plan(8, **choices)
     lines = plan.explain().splitlines()
     for name, choice in choices.items():
-        (at,) = (i for i, line in enumerate(lines) if line[2:].startswith(name.replace("_", " ") + " "))
+        title = f"{name.replace('_', ' '):<20} "  # "optimizer" begins the title of another setting too
+        (at,) = (i for i, line in enumerate(lines) if line[2:].startswith(title))
         assert lines[at].startswith("*" if choice.changed else " ")
         for word in (str(choice.value), f"[{choice.effect}]", choice.reason):
             assert word in lines[at]

@@ -19,7 +19,7 @@ from torch import nn
 import trimtab
 from trimtab.core.choice import MeasuredCost
 from trimtab.core.errors import ModelError, OptimizerError, ValueGivenError
-from trimtab.core.objective import Budget
+from trimtab.core.objective import Budget, Objective
 from trimtab.planner.tuned_plan import (
     PairedTrainingVerdict,
     RatePoint,
@@ -30,6 +30,7 @@ from trimtab.planner.tuned_plan import (
 )
 from trimtab.plans.plan import Plan
 from trimtab.profiling import training_settings_search
+from trimtab.profiling.candidate_traces import trace_optimizer_states
 from trimtab.profiling.training_loop import TrainingLoop
 from trimtab.profiling.training_settings_search import RunLength, range_test, short_race, tune_plan
 
@@ -298,7 +299,9 @@ def test_what_cannot_be_raced_is_refused_before_anything_is_measured(make, chang
     assert caught.value.field == field
 
 
-@pytest.mark.parametrize("adapt", ["optimizer", ("learning_rate", "schedule"), ("learning_rate", "dropout")])
+@pytest.mark.parametrize(
+    "adapt", ["optimizer", "optimizer_state", ("learning_rate", "schedule"), ("learning_rate", "dropout")]
+)
 def test_one_of_several_ranks_does_not_race(monkeypatch, adapt):
     its = subject()
     monkeypatch.setattr(trimtab.api, "has_peers", lambda: True)
@@ -466,3 +469,118 @@ def test_what_is_unseen_is_of_one_pass():
     few = data[:5]
     with raises(ValueGivenError, code="data.too_few_batches", field="data"):
         short_race(noting, STANDS, STANDS, few, lambda text: None, 8, 1, by_unseen=True)
+
+
+# Low-bit optimizer state.
+
+
+class Wide(nn.Module):
+    """A model whose state is most of the memory of a step."""
+
+    def __init__(self, dtype):
+        super().__init__()
+        self.embedding, self.layers = nn.Embedding(11, 128), nn.ModuleList(nn.Linear(128, 128) for _ in range(12))
+        self.head = nn.Linear(128, 11)
+
+    def forward(self, tokens):
+        hidden = self.embedding(tokens)
+        for layer in self.layers:
+            hidden = hidden + torch.tanh(layer(hidden))
+        return self.head(hidden)
+
+
+def state_planned(monkeypatch, lost: set[str], stands: Plan = STANDS, make=Wide) -> tuple[Plan, list[Plan]]:
+    """Return a plan for which storages in `lost` were refused beforehand, and the rivals."""
+    rivals = []
+
+    def short(its, stands, rival, data, progress, **how):
+        rivals.append(rival)
+        return ()
+
+    def judge(pairs, stands, objective, kind, saved):
+        assert saved > 0.05
+        return PairedTrainingVerdict(kind not in lost, f"{kind} was so", 1.25, "paired_run.tested")
+
+    monkeypatch.setattr(training_settings_search, "short_race", short)
+    monkeypatch.setattr(training_settings_search, "judge_smaller", judge)
+    return tune_plan(subject(make), stands, ("optimizer_state",), batches(60), lambda text: None), rivals
+
+
+@pytest.mark.parametrize(
+    ("lost", "value", "tried"),
+    [(set(), "8bit", ["8bit"]), ({"8bit"}, "bf16", ["8bit", "bf16"]), ({"8bit", "bf16"}, "user", ["8bit", "bf16"])],
+)
+def test_state_is_raced_in_8_bits_and_then_in_bf16(monkeypatch, lost, value, tried):
+    fused = Plan.fixed(ROWS, fused_optimizer=True)
+    found, rivals = state_planned(monkeypatch, lost, fused)
+    assert [rival.optimizer_state.value for rival in rivals] == tried
+    assert not any(rival.fused_optimizer.value for rival in rivals)
+    assert (found.optimizer_state.value, found.fused_optimizer.value) == (value, value == "user")
+    assert found.plan_kind == ("equivalent" if value == "user" else "tuned")
+    assert {loser.value for loser in found.optimizer_state.rejected} >= lost
+    assert found.search_s > 0
+
+
+def test_a_plan_with_low_bit_state_has_its_step_time_and_peak(monkeypatch):
+    measured = replace(STANDS, measured=MeasuredCost(1.0, 2**30), predicted=MeasuredCost(1.0, 2**30))
+    found, (rival,) = state_planned(monkeypatch, set(), measured)
+    assert found.measured.step_s == found.predicted.step_s == 1.25
+    assert found.predicted.peak_bytes == rival.predicted.peak_bytes < 2**30
+    traced = trace_optimizer_states(subject(Wide), STANDS, ("8bit",))
+    assert 2**30 - found.predicted.peak_bytes == traced["user"] - traced["8bit"]
+    tables = 135_000  # bytes of the format, which are traced, and which a counted step of torch tensors leaves out
+    assert found.measured.peak_bytes == pytest.approx(traced["8bit"] - tables, rel=0.01)
+
+
+def test_state_that_saves_little_and_muon_are_not_raced(monkeypatch):
+    monkeypatch.setattr(training_settings_search, "short_race", lambda *_, **__: pytest.fail("raced"))
+    for make, stands in ((functools.partial(Wide), MUON), (Narrow, STANDS)):
+        found = tune_plan(subject(make), stands, ("optimizer_state",), batches(60), lambda text: None)
+        assert found.optimizer_state.value == "user"
+        assert found.optimizer == stands.optimizer
+
+
+class Narrow(Tokens):
+    """A model with a single parameter that is large enough, and a step that takes more memory than the state."""
+
+    def __init__(self, dtype):
+        super().__init__(dtype)
+        self.wide = nn.Linear(64, 64)
+
+
+def test_a_real_race_accepts_state_in_8_bits():
+    its = subject(Wide, rate=1e-4)
+    before = fingerprint(its.model, its.optimizer)
+    only_memory = Objective(time=0, memory=1)
+    found = tune_plan(its, STANDS, ("optimizer_state",), batches(60), lambda text: None, objective=only_memory)
+    assert fingerprint(its.model, its.optimizer) == before
+    assert (found.optimizer_state.value, found.optimizer_state.code) == ("8bit", "paired_run.less_memory")
+    with trimtab.start(its.model, its.optimizer, found) as run:
+        train(run, batches(2), loss_fn)
+
+
+@pytest.mark.usefixtures("brief_trials")
+def test_planning_races_by_its_objective_and_with_permission_only(monkeypatch):
+    seen = []
+
+    def judge(pairs, stands, objective, kind, saved):
+        seen.append(objective)
+        return PairedTrainingVerdict(True, "so", 1.0, "paired_run.tested")
+
+    monkeypatch.setattr(training_settings_search, "short_race", lambda *_, **__: ())
+    monkeypatch.setattr(training_settings_search, "judge_smaller", judge)
+    its = subject(Wide)
+    given = {"data": batches(), "num_blocks": 3, "objective": Objective(time=1, memory=3)}
+    plain = trimtab.plan(its.model, its.optimizer, its.loss_fn, its.batch, **given)
+    assert (plain.optimizer_state.value, seen) == ("user", [])
+    found = trimtab.plan(its.model, its.optimizer, its.loss_fn, its.batch, adapt="optimizer_state", **given)
+    assert (found.optimizer_state.value, seen) == ("8bit", [Objective(time=1, memory=3)])
+
+
+@pytest.mark.parametrize("make", [torch.optim.RMSprop, torch.optim.SGD])
+def test_an_optimizer_without_low_bit_state_is_refused_before_anything_is_measured(make):
+    its = subject(Wide)
+    optimizer = make(its.model.parameters(), lr=0.1)
+    with pytest.raises(OptimizerError) as caught:
+        trimtab.plan(its.model, optimizer, None, its.batch, adapt="optimizer_state", data=batches())
+    assert caught.value.code.startswith("optimizer_state.")
