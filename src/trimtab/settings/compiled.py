@@ -43,7 +43,6 @@ class CompiledModel(Setting):
                 expected="true or false on several ranks",
                 problem=f"plan.compiled={value!r} needs a single process, got {plan.num_ranks} ranks.",
                 hint=f"Set compiled={is_by_compiler(value)}.",
-                code="compiled.ranks",
             )
 
     def label(self, value: Scalar) -> str:

@@ -776,8 +776,6 @@ class Run:
             unpacked = "it was unpacked or converted, or its micro-batch was not passed to run.model"
             raise loop_errors.backward_missing() if has_forward else loop_errors.window_as_batch(unpacked)
 
-    # Internal methods.
-
     def _abandon(self) -> None:
         if self._open.window is None:
             return

@@ -130,5 +130,5 @@ def test_a_model_without_equal_blocks_is_refused():
 
 
 def test_several_ranks_are_refused():
-    with raises(ValueGivenError, code="compiled.ranks", field="plan.compiled"):
+    with raises(ValueGivenError, code="value.invalid", field="plan.compiled"):
         Plan.fixed(4, compiled=COMPILED_BLOCKS, num_ranks=2, zero_stage=0)
