@@ -82,7 +82,7 @@ def _affordable(profile: Profile, fastest: Candidate) -> tuple[Compiled, ...]:
 
 
 def _part_of_compiling(profile: Profile, way: Compiled) -> float:
-    """Return the time that a way to compile takes, relative to the whole model."""
+    """Return the expected compilation time, relative to compiling the whole model."""
     return max(_LEAST_PART, profile.loop.kinds_of_blocks or 1.0) if way == COMPILED_BLOCKS else 1.0
 
 

@@ -8,7 +8,7 @@ of whole steps, only the optimizer's fraction of a step.
 
 Bytes are counted in a trial, or traced plus a margin. Compiled and captured models are not traced: their bytes are
 those of a trial, adjusted by the traced difference of the plain model. Recomputation is predicted from the chain of
-blocks. For a target device without trials, seconds come from the roofline.
+blocks, in compiled models too. For a target device without trials, seconds come from the roofline.
 """
 
 from __future__ import annotations
@@ -292,7 +292,7 @@ class CostModel:
     def _chained_bytes(self, candidate: Candidate) -> int | None:
         """Return the peak of a step with recomputation; the optimizer step needs as much memory as without."""
         bare = recompute_candidates.peak_bytes(self._profile, candidate)
-        traced = self._trace_of(candidate.having(recompute=None))
+        traced = self._trace_of(candidate.having(recompute=None, compiled=False))
         if bare is None or traced is None or traced.step is None:
             return bare
         return max(bare, traced.step.peak_bytes(candidate.micro_batch))
@@ -335,7 +335,7 @@ class CostModel:
         if plain is None or measured is None or longer is None:
             return None
         eager = self._relative(candidate.having(recompute=None, compiled=False)) if candidate.compiled else plain
-        # The blocks were measured in eager mode; compiled, they are recomputed as much faster as the step runs.
+        # The blocks were measured in eager mode. Recomputation is assumed to speed up by the factor of the whole step.
         return plain + longer * measured * (plain / eager if eager else 1.0)
 
     def _of_faults(self, candidate: Candidate, tried: Candidate) -> float:

@@ -190,7 +190,7 @@ def profile_for_stage(profile: Profile, engine: str, stage: int) -> Profile:
 
 
 def of_any_rank(profile: Profile) -> Profile:
-    """Return a profile without trials that hold for a single process: CUDA graphs and models compiled by block."""
+    """Return a profile without trials valid for a single process only (CUDA graphs, compilation by block)."""
     return replace(profile, trials=tuple(t for t in profile.trials if t.candidate.compiled in (False, True)))
 
 

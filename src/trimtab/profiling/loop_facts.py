@@ -16,7 +16,8 @@ from trimtab.measure.flops import count_flops
 from trimtab.plans.profile import LoopFacts
 from trimtab.profiling.measurement_notes import Notes, loss_failed
 from trimtab.profiling.training_loop import TrainingLoop
-from trimtab.techniques.compiled_call import is_compiled, repeated_blocks
+from trimtab.techniques.compiled_blocks import repeated_blocks
+from trimtab.techniques.compiled_call import is_compiled
 from trimtab.techniques.memory_format import is_channels_last, sparse_module
 from trimtab.techniques.optimizer_self_test import fused_difference
 from trimtab.techniques.optimizers import is_fused, supports_fused

@@ -79,8 +79,8 @@ def _steps_before(name: str, example: Scalar, is_set: Callable[[Values], bool]) 
         error=lambda values: {
             "got": f"True with {name}={values[name]!r}",
             "expected": f"False, or another {name}",
-            "problem": f"plan.step_in_backward updates each parameter before {name}={values[name]!r} can act on the "
-            "gradient of the whole step.",
+            "problem": f"plan.step_in_backward updates each parameter before run.step() applies "
+            f"{name}={values[name]!r}.",
             "hint": "Set step_in_backward=False.",
             "code": "step_in_backward.gradient_needed",
         },

@@ -31,13 +31,13 @@ class StepInBackward(Setting):
     def check(self, value: Scalar, plan: Plan) -> None:
         true_or_false(self, value)
         if value and (plan.splits or plan.batch_rule is not None):
-            what = "an adaptive batch size" if plan.batch_rule is not None else "several micro-batches"
+            what = "adaptive batch sizes" if plan.batch_rule is not None else "several micro-batches"
             raise ValueGivenError(
                 self.field,
                 got=f"{value!r} with {what}",
                 expected="a plan with one micro-batch of a fixed size",
-                problem=f"plan.step_in_backward updates parameters in the first backward pass, but {what} need "
-                "the gradient of several passes.",
+                problem=f"plan.step_in_backward updates parameters in the first backward pass, but {what} compute "
+                "the gradient in several passes.",
                 hint="Set step_in_backward=False.",
                 code="step_in_backward.splits",
             )
@@ -64,7 +64,7 @@ def require_gradient_unused(plan: Plan, needs: Mapping[str, object]) -> None:
     """Raise `ValueGivenError` if the plan steps in the backward pass and an argument of the run needs the gradient.
 
     Args:
-        needs: by argument of `trimtab.start`, a true value if it needs the gradient of a whole step, or its repetition.
+        needs: argument of `trimtab.start` -> true if it needs the gradient of the whole step, or repeats the step.
     """
     named = next((name for name, is_needed in needs.items() if is_needed), None)
     if plan.step_in_backward.value and named is not None:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import inspect
-import weakref
-from collections.abc import Callable, Iterable, Iterator
+import contextlib
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,7 +12,7 @@ from torch.utils._pytree import tree_iter
 
 from trimtab.core.choice import COMPILED_BLOCKS, Compiled, is_by_compiler, is_recorded
 from trimtab.core.errors import ValueGivenError
-from trimtab.measure.blocks import find_blocks
+from trimtab.techniques.compiled_blocks import OPTIONS, CompiledBlocks, repeated_blocks
 from trimtab.techniques.cuda_graphs import GraphReplayer
 
 
@@ -59,22 +58,6 @@ def require_blocks(compiled: Compiled, model: nn.Module) -> None:
         )
 
 
-_Shapes = tuple[tuple[str, torch.Size], ...]
-
-
-def repeated_blocks(model: nn.Module) -> dict[tuple[type[nn.Module], _Shapes], list[nn.Module]]:
-    """Return the blocks of a model by class and parameter shapes; {} if no kind repeats.
-
-    Kinds with a single block belong to the result too, for example the first blocks of the stages of a ResNet.
-    """
-    groups: dict[tuple[type[nn.Module], _Shapes], list[nn.Module]] = {}
-    for name in find_blocks(model):
-        block = model.get_submodule(name)
-        if shapes := tuple((key, parameter.shape) for key, parameter in block.named_parameters()):
-            groups.setdefault((type(block), shapes), []).append(block)
-    return groups if any(len(group) > 1 for group in groups.values()) else {}
-
-
 def noting_calls(model: nn.Module, note: Callable[[], None]) -> Callable[[], None]:
     """Call `note` before each forward of a model; return a function that ends this.
 
@@ -101,67 +84,6 @@ def noting_calls(model: nn.Module, note: Callable[[], None]) -> Callable[[], Non
     return end
 
 
-# Most versions of a compiled block, for example for other shapes of the input; further ones run in eager mode.
-_MOST_VERSIONS = 16
-_OPTIONS: dict[str, Any] = {"options": {"fallback_random": True}}  # Dropout masks as without compilation.
-
-
-# The compiled function of each kind of block, kept because a plan's trials and its run compile the same blocks.
-_compiled: weakref.WeakKeyDictionary[type[nn.Module], dict[_Shapes, Callable[..., Any]]] = weakref.WeakKeyDictionary()
-
-
-def _call_block(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call a block; compiled once for all blocks of a group, since the block is an argument."""
-    return block._call_impl(*args, **kwargs)
-
-
-class CompiledBlocks:
-    """The calls of a model's repeated blocks, each kind compiled once, at its first call.
-
-    A cache of keys and values that a Transformers model fills during training would differ in every block, so it is
-    turned off meanwhile, as Transformers itself does for activation checkpointing.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        self._calls: dict[nn.Module, Callable[..., Any]] = {}
-        for (kind, shapes), group in repeated_blocks(model).items():
-            known = _compiled.setdefault(kind, {})
-            compiled = known.setdefault(shapes, torch.compile(_call_block, **_OPTIONS, **_own_cache()))
-            for block in group:
-                self._calls[block] = _calling(compiled, block)
-        self._configs = [config for config in _configs(model.modules()) if getattr(config, "use_cache", None) is True]
-        self.turn(on=True)
-
-    def turn(self, *, on: bool) -> None:
-        """Run the blocks compiled, or in eager mode."""
-        for block, call in self._calls.items():
-            block._compiled_call_impl = call if on else None
-        for config in self._configs:
-            config.use_cache = not on
-
-    def undo(self) -> None:
-        """Restore the blocks' original calls."""
-        self.turn(on=False)
-        for block in self._calls:
-            vars(block).pop("_compiled_call_impl", None)
-
-
-def _own_cache() -> dict[str, Any]:
-    """Return options that keep the compiled versions of one group apart from those of others, where torch has them."""
-    known = inspect.signature(torch.compile).parameters
-    options = {"recompile_limit": _MOST_VERSIONS, "isolate_recompiles": True}
-    return options if options.keys() <= known.keys() else {}
-
-
-def _calling(compiled: Callable[..., Any], block: nn.Module) -> Callable[..., Any]:
-    return lambda *args, **kwargs: compiled(block, args, kwargs)
-
-
-def _configs(modules: Iterable[nn.Module]) -> Iterator[Any]:
-    """Yield the distinct configurations of a Transformers model."""
-    yield from {id(each.config): each.config for each in modules if hasattr(each, "config")}.values()
-
-
 class CompiledCall:
     """A model's call, compiled at its first call, captured as a CUDA graph at a later call, or both.
 
@@ -178,7 +100,7 @@ class CompiledCall:
         called: Any = model._call_impl
         self._blocks = CompiledBlocks(model) if compiled == COMPILED_BLOCKS else None
         if is_by_compiler(compiled) and self._blocks is None:
-            model.compile(**_OPTIONS)
+            model.compile(**OPTIONS)
             called = model._compiled_call_impl
         self.recorder = GraphReplayer(model, called) if is_recorded(compiled) else None
         self._model, self._called, self._saw = model, self.recorder or called, saw
@@ -202,7 +124,10 @@ class CompiledCall:
         self._saw()
         if self.shapes is not None:
             self.shapes += [each.shape for each in tree_iter((args, kwargs)) if isinstance(each, Tensor)]
-        return self._called(*args, **kwargs) if self.is_on else self._model._call_impl(*args, **kwargs)
+        if not self._is_on:
+            return self._model._call_impl(*args, **kwargs)
+        with contextlib.nullcontext() if self._blocks is None else self._blocks.alike():
+            return self._called(*args, **kwargs)
 
     def take_shapes(self) -> tuple[torch.Size, ...]:
         """Return the input shapes collected since the last call, and clear them."""

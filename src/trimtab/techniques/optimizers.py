@@ -222,7 +222,7 @@ def is_dense(parameter: Tensor) -> bool:
     return parameter.numel() == 0 or extent == parameter.numel()
 
 
-def _begin_momenta(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+def begin_momenta(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     """Give parameters that receive their first gradient late a zero momentum.
 
     torch's fused SGD requires momentum buffers for all parameters or for none.
@@ -284,7 +284,7 @@ def use_fused(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
     saving = optimizer.register_state_dict_post_hook(lambda optimizer, saved: _save_flags(saved, before))
     hooks = [loading, saving]
     if isinstance(optimizer, torch.optim.SGD) and any(group["momentum"] for group in optimizer.param_groups):
-        hooks.append(optimizer.register_step_pre_hook(_begin_momenta))
+        hooks.append(optimizer.register_step_pre_hook(begin_momenta))
 
     def undo() -> None:
         for hook in hooks:

@@ -8,6 +8,7 @@ updated by the optimizer's own step, with the parameter as its only one, so the 
 from __future__ import annotations
 
 import contextlib
+import functools
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
@@ -19,22 +20,28 @@ from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 from trimtab.core.errors import ModelError, OptimizerError
 from trimtab.techniques.memory_format import align_gradients
+from trimtab.techniques.optimizers import begin_momenta, has_own_step
 
-# Optimizers of torch whose update of a parameter depends on nothing but this parameter, its state and its group.
+# torch optimizers that update each parameter from its own gradient, state and group only.
 _BY_PARAMETER = {
     "Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD",
 }  # fmt: skip
-_active: weakref.WeakKeyDictionary[Optimizer, StepInBackward] = weakref.WeakKeyDictionary()
+# Hooks before the step that a single parameter does not need.
+_NEEDLESS = (align_gradients, begin_momenta)
+_active: weakref.WeakKeyDictionary[Optimizer, weakref.ref[StepInBackward]] = weakref.WeakKeyDictionary()
 
 
 def refusal_of(optimizer: Optimizer) -> str:
     """Return the reason why an optimizer cannot step within the backward pass, or ""."""
-    kind = type(optimizer)
+    kind, groups = type(optimizer), optimizer.param_groups
     if kind.__module__.split(".")[:2] != ["torch", "optim"] or kind.__name__ not in _BY_PARAMETER:
-        return f"{kind.__name__} may update a parameter by the gradients of others"
-    if any(group.get("differentiable") for group in optimizer.param_groups):
-        return "the optimizer is differentiable"
-    return ""
+        return f"{kind.__name__} is not an optimizer of torch that updates each parameter independently"
+    if has_own_step(optimizer):
+        return "its step was replaced"
+    if any(group.get("differentiable") for group in groups):
+        return "it is differentiable"
+    parameters = [p for group in groups for p in group["params"]]
+    return "it has a parameter twice" if len(set(parameters)) < len(parameters) else ""
 
 
 def require_steps_by_parameter(optimizer: Optimizer) -> None:
@@ -49,20 +56,19 @@ def require_steps_by_parameter(optimizer: Optimizer) -> None:
 
 
 def stepping_in(num_micro_batches: int, optimizer: Optimizer) -> contextlib.AbstractContextManager[None]:
-    """Return a context for the backward pass of a window whose optimizer step follows without the user's code between.
+    """Return the context of a backward pass that `run.train_step` completes with the optimizer step.
 
-    Parameters are updated in it if the plan says so, the window has one micro-batch, and no hook of the optimizer's
-    step may read the gradients.
+    Parameters are updated inside it if the plan says so, the window has one micro-batch, and neither a hook nor a
+    replaced step of the optimizer may use the gradients; otherwise it does nothing.
     """
-    hooks = _active.get(optimizer)
-    if hooks is None or num_micro_batches > 1 or _is_watched(optimizer):
-        return contextlib.nullcontext()
-    return hooks.active()
+    found = _active.get(optimizer)
+    hooks = None if found is None else found()
+    return hooks.active() if hooks is not None and hooks.may_step(num_micro_batches) else contextlib.nullcontext()
 
 
-def _is_watched(optimizer: Optimizer) -> bool:
-    hooks = (*_global_optimizer_pre_hooks.values(), *optimizer._optimizer_step_pre_hooks.values())
-    return any(hook is not align_gradients for hook in hooks)
+def _update(hooks: weakref.ref[StepInBackward], parameter: Tensor) -> None:
+    if (found := hooks()) is not None:
+        found.update(parameter)
 
 
 class StepInBackward:
@@ -73,55 +79,78 @@ class StepInBackward:
         # Without the hooks of the optimizer's step, which run once in the step at the end of the window.
         step: Any = type(optimizer).step
         self._step: Callable[[Optimizer], Any] = getattr(step, "__wrapped__", step)
-        self._known: Any = None  # The parameter groups of `_groups`: loading a state makes new ones.
         self._groups: dict[Tensor, dict[str, Any]] = {}
-        self._is_active = self._was_active = False
+        self._is_active = False
         self._updated: set[Tensor] = set()
-        parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
-        self._hooks = [p.register_post_accumulate_grad_hook(self._update) for p in parameters]
-        _active[optimizer] = self
+        self._num_steps = self._num_late = 0
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        # Python's garbage collector does not see references from a parameter to its hooks.
+        update = functools.partial(_update, weakref.ref(self))
+        self._hooks = [p.register_post_accumulate_grad_hook(update) for p in parameters if p.requires_grad]
+        self._hooks.append(optimizer.register_step_post_hook(self._count))
+        _active[optimizer] = weakref.ref(self)
+
+    def may_step(self, num_micro_batches: int) -> bool:
+        """Return True if a window's only backward pass may update parameters, because nothing else uses gradients."""
+        optimizer = self._optimizer
+        before = (*_global_optimizer_pre_hooks.values(), *optimizer._optimizer_step_pre_hooks.values())
+        if num_micro_batches > 1 or has_own_step(optimizer) or any(hook not in _NEEDLESS for hook in before):
+            return False
+        parameters = (p for group in optimizer.param_groups for p in group["params"])
+        return not any(p._backward_hooks or len(p._post_accumulate_grad_hooks or ()) > 1 for p in parameters)
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
         """Update parameters in the backward pass inside the context, whose gradients are those of a whole step."""
-        groups = self._optimizer.param_groups
-        if self._known is not groups:
-            self._groups = {p: group for group in groups for p in group["params"]}
-            self._known = groups
-        self._is_active = self._was_active = True
+        self._groups = {p: group for group in self._optimizer.param_groups for p in group["params"]}
+        self._is_active = True
         self._updated.clear()
         try:
             yield
+        except BaseException as error:
+            if self._updated:
+                error.add_note(
+                    "Some parameters were updated before this error, because plan.step_in_backward is on. Restore a "
+                    "checkpoint, or use a plan with step_in_backward=False."
+                )
+            raise
         finally:
             self._is_active = False
 
-    def _update(self, parameter: Tensor) -> None:
+    def update(self, parameter: Tensor) -> None:
+        """Update a parameter with its complete gradient, if a backward pass inside `active` runs."""
         if not self._is_active or parameter not in self._groups:
             return
         if parameter in self._updated:
             raise ModelError(
                 "plan.step_in_backward",
-                problem="The backward pass computed the gradient of a parameter in several parts, so that the "
-                "parameter was updated too early. Reentrant activation checkpointing does this.",
-                hint="Use torch.utils.checkpoint with use_reentrant=False, or a plan with step_in_backward=False. "
-                "Build the model again: this step has changed some of its parameters.",
+                problem=f"plan.step_in_backward updated a parameter of shape {tuple(parameter.shape)} before its "
+                "gradient was complete, because the backward pass computed the gradient in several parts (reentrant "
+                "activation checkpointing).",
+                hint="Use torch.utils.checkpoint with use_reentrant=False, or a plan with step_in_backward=False.",
                 code="step_in_backward.in_parts",
             )
         self._updated.add(parameter)
         optimizer, groups = self._optimizer, self._optimizer.param_groups
         optimizer.param_groups = [{**self._groups[parameter], "params": [parameter]}]
         try:
+            align_gradients(optimizer)
             self._step(optimizer)
         finally:
             optimizer.param_groups = groups
         parameter.grad = None
 
+    def _count(self, *_: Any) -> None:
+        self._num_steps += 1
+        self._num_late += not self._updated
+        self._updated.clear()
+
     def undo(self) -> None:
-        """Remove the hooks; warn if they never updated a parameter."""
-        if not self._was_active:
+        """Remove the hooks; warn about steps after the backward pass."""
+        if self._num_late:
             warnings.warn(
-                "plan.step_in_backward had no effect, because no window of one micro-batch was trained by "
-                "run.train_step, or because a hook of the optimizer's step may read the gradients.",
+                f"plan.step_in_backward had no effect in {self._num_late} of {self._num_steps} steps. Train windows of "
+                "one micro-batch with run.train_step, and remove hooks that may read gradients.",
                 UserWarning,
                 stacklevel=2,
             )

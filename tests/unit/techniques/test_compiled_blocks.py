@@ -15,7 +15,8 @@ import trimtab
 from trimtab.core.choice import COMPILED_BLOCKS
 from trimtab.core.errors import ValueGivenError
 from trimtab.plans.plan import Plan
-from trimtab.techniques.compiled_call import CompiledCall, is_compiled, repeated_blocks
+from trimtab.techniques.compiled_blocks import repeated_blocks
+from trimtab.techniques.compiled_call import CompiledCall, is_compiled
 
 pytestmark = pytest.mark.slow
 
@@ -96,8 +97,41 @@ def test_layers_of_transformers_are_one_kind():
     before = counters["stats"]["unique_graphs"]
     with trimtab.start(model, optimizer, Plan.fixed(2, compiled=COMPILED_BLOCKS)) as run:
         run.train_step(run.window(batch), lambda model, ids: model(input_ids=ids, labels=ids).loss)
+        assert model.config.use_cache is True  # Saved with the model, and used by generate().
+        model.generate(batch[:, :4], max_new_tokens=2, pad_token_id=0)
     assert counters["stats"]["unique_graphs"] - before == 1
-    assert model.config.use_cache is True
+
+
+@needs_compiler
+@pytest.mark.parametrize("when", ["before the run", "in the run", "inside a block"])
+def test_a_hook_of_a_block_is_called(when):
+    """torch reuses the code of blocks without hooks for blocks with hooks."""
+
+    def halve(module, args, result):
+        calls.append(module)
+        return result * 0.5
+
+    trained = []
+    for plan in (Plan.fixed(4, compiled=COMPILED_BLOCKS), Plan.fixed(4)):
+        model, optimizer, batch = loop()
+        hooked, calls = model.blocks[1].inner if when == "inside a block" else model.blocks[1], []
+        if when == "before the run":
+            hooked.register_forward_hook(halve)
+        torch.manual_seed(1)
+        with trimtab.start(model, optimizer, plan) as run:
+            run.train_step(run.window(batch), loss_fn)
+            if when != "before the run":
+                hooked.register_forward_hook(halve)
+            run.train_step(run.window(batch), loss_fn)
+        assert calls
+        trained.append(model.state_dict())
+    torch.testing.assert_close(*trained)
+
+
+def test_blocks_of_an_encoder_and_of_a_decoder_are_found_inside_of_them():
+    model = nn.ModuleDict({"encoder": Model((8, 8)), "decoder": Model((12, 12, 12))})
+    assert sorted(map(len, repeated_blocks(model).values())) == [2, 3]
+    assert not repeated_blocks(nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)))
 
 
 def test_the_model_is_restored():

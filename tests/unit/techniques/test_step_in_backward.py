@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import gc
+import warnings
+import weakref
+
 import pytest
 import torch
 from raising import raises
@@ -12,6 +16,7 @@ import trimtab
 from trimtab.core.errors import ModelError, OptimizerError, ValueGivenError
 from trimtab.plans.plan import Plan
 from trimtab.state.peak_memory import alive_between_steps, peak_bytes
+from trimtab.techniques.step_in_backward import StepInBackward
 
 OPTIMIZERS = {
     "AdamW": lambda ps: torch.optim.AdamW(ps, lr=0.01),
@@ -89,6 +94,65 @@ def test_a_hook_before_the_step_sees_the_gradients():
     with pytest.warns(UserWarning, match="no effect"):
         train(made, step_in_backward=True)
     assert seen == [True] * 5
+
+
+def clipped(model, optimizer):
+    step = optimizer.step
+    optimizer.step = lambda *args: (nn.utils.clip_grad_norm_(model.parameters(), 1e-3), step(*args))[1]
+
+
+def hooked(model, optimizer):
+    model.hidden.weight.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", 0.1 * p.grad))
+
+
+def regrouped(model, optimizer):
+    optimizer.param_groups[0] = {**optimizer.param_groups[0], "lr": 0.5}
+
+
+@pytest.mark.parametrize("change", [clipped, hooked, regrouped])
+def test_what_the_user_changes_during_the_run_is_respected(change):
+    trained = []
+    for early in (True, False):
+        torch.manual_seed(0)
+        model = Tied()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        run = trimtab.start(model, optimizer, Plan.fixed(4, step_in_backward=early))
+        for step in range(4):
+            run.train_step(run.window(torch.randint(20, (4, 6), generator=torch.manual_seed(step))), loss_fn)
+            if step == 1:
+                change(model, optimizer)
+        with warnings.catch_warnings(action="ignore"):
+            run.close()
+        trained.append(model.state_dict())
+    torch.testing.assert_close(*trained, rtol=0, atol=0)
+
+
+def test_an_error_in_the_backward_says_that_parameters_were_updated():
+    model = Tied()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def fails(_):
+        raise RuntimeError("late")
+
+    def failing(called, ids):
+        x = called.embedding(ids)
+        x.register_hook(fails)  # After the gradients of the layers above.
+        return called.head(called.hidden(x)).square().mean() + 0 * called(ids).sum()
+
+    with trimtab.start(model, optimizer, Plan.fixed(4, step_in_backward=True)) as run:
+        with pytest.raises(RuntimeError, match="late") as caught:
+            run.train_step(run.window(torch.randint(20, (4, 6))), failing)
+        assert any("step_in_backward" in note for note in caught.value.__notes__)
+
+
+def test_a_dropped_run_frees_its_optimizer():
+    model = Tied()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    hooks = StepInBackward(optimizer)
+    seen = weakref.ref(optimizer)
+    del model, optimizer, hooks
+    gc.collect()
+    assert seen() is None
 
 
 def test_no_gradient_is_held():
