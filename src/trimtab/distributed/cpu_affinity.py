@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 
 from trimtab.distributed.process_group import gather_objects
+from trimtab.measure.machine import own_cores
 
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
@@ -21,13 +22,6 @@ def node() -> str:
     with contextlib.suppress(OSError):
         return _BOOT.read_text(encoding="ascii").strip()
     return platform.node()
-
-
-def own_cores() -> frozenset[int]:
-    """Return the core numbers in this process's affinity mask, or all cores if there is no affinity support."""
-    if hasattr(os, "sched_getaffinity"):
-        return frozenset(os.sched_getaffinity(0))
-    return frozenset(range(os.cpu_count() or 1))
 
 
 class RankPlacement(NamedTuple):

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, ge
 from trimtab.core.errors import BatchError, ValueGivenError
 from trimtab.distributed.process_group import gather_objects, is_apart
 from trimtab.distributed.rank_consistency import DIFFER, dataset_facts, differing_texts, text_of
-from trimtab.state.data_state import is_stateful
+from trimtab.state.data_state import has_known_iteration, is_stateful, rebuilt_loader
 from trimtab.training.batch import BY_CONTAINERS, BatchSplitting, EmptyBatch, iterate
 
 
@@ -149,25 +149,15 @@ def shard(
             "trimtab.shard.",
             code="loader.already_sharded",
         )
-    # A loader with a custom iteration or a data position cannot be rebuilt from its attributes.
-    is_known = getattr(type(loader), "__iter__", None) is DataLoader.__iter__ and not is_stateful(loader)
     has_indices = isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)
+    is_known = has_known_iteration(loader)
     if not isinstance(loader, DataLoader) or not (is_known and has_indices) or loader.batch_sampler is None:
         return (_StatefulShardedLoader if is_stateful(loader) else ShardedLoader)(loader, own, ranks, batching)
-    return DataLoader(
-        loader.dataset,
-        # torch declares lists of indices, and takes any sequence.
-        batch_sampler=_RankBatchSampler(loader.batch_sampler, loader.dataset, own, ranks),  # type: ignore[arg-type]
-        num_workers=loader.num_workers,
+    return rebuilt_loader(
+        loader,
+        batch_sampler=_RankBatchSampler(loader.batch_sampler, loader.dataset, own, ranks),
         collate_fn=_Collate(loader.collate_fn),
-        pin_memory=loader.pin_memory,
-        timeout=loader.timeout,
         worker_init_fn=_RankWorkerSeed(own, loader.worker_init_fn),
-        multiprocessing_context=loader.multiprocessing_context,
-        generator=loader.generator,
-        prefetch_factor=loader.prefetch_factor,
-        persistent_workers=loader.persistent_workers,
-        pin_memory_device=loader.pin_memory_device,
     )
 
 

@@ -24,6 +24,13 @@ _LONGEST_MATMUL_S = 0.06
 _COPIED_BYTES = 64 * 2**20
 
 
+def own_cores() -> frozenset[int]:
+    """Return the core numbers in this process's affinity mask, or all cores if there is no affinity support."""
+    if hasattr(os, "sched_getaffinity"):
+        return frozenset(os.sched_getaffinity(0))
+    return frozenset(range(os.cpu_count() or 1))
+
+
 def environment(*, has_gpu: bool | None = None) -> dict[str, str]:
     """Return versions and settings that affect measurements, without personal data, host names or paths.
 

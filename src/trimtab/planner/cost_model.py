@@ -350,6 +350,18 @@ class CostModel:
         """Return the saving of a tried value, relative to the unit step."""
         return self._saved.get((name, value), 0.0)
 
+    def fixed_s(self, candidate: Candidate) -> float | None:
+        """Return the seconds of a step that do not depend on the samples of its micro-batches.
+
+        That is the time that each additional micro-batch adds, for all of them; None if fewer than two sizes were
+        timed.
+        """
+        points = sorted(self._extra.items())
+        if len(points) < 2 or self._unit_s is None:
+            return None
+        (k, low), (m, high) = points[0], points[-1]
+        return self._count(candidate) * max(0.0, (high - low) / (m - k)) * self._unit_s
+
     def fastest(self, also: Iterable[Candidate] = ()) -> float | None:
         """Return the seconds of the fastest tried mode, or of candidates in `also`, relative to the unit step."""
         found = (*self._modes.values(), *map(self._relative, also))

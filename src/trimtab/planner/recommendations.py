@@ -6,10 +6,12 @@ import math
 from collections.abc import Iterator
 
 from trimtab.core.choice import MeasuredCost, Note
-from trimtab.core.units import format_bytes
+from trimtab.core.units import format_bytes, format_seconds
+from trimtab.planner.cost_model import CostModel
+from trimtab.planner.loader_settings import best_settings, is_worth_persisting
 from trimtab.planner.statistics import resolution
 from trimtab.planner.trial_statistics import control_interval, speed_ratio
-from trimtab.plans.profile import Candidate, Profile
+from trimtab.plans.profile import Candidate, PaddingCount, Profile
 
 # Least fractions worth a recommendation. WORTH_ADVICE: of step time (waiting for data), peak memory (attention scores)
 # or batch elements. WORTH_PADDING: of step time. WORTH_PIECES: of reserved memory.
@@ -28,7 +30,8 @@ def advice_of(
     profile: Profile, reference: MeasuredCost | None, chosen: MeasuredCost | None, winner: Candidate
 ) -> tuple[Note, ...]:
     """Return the recommendations, with measured gains if available."""
-    found = (*_noise(profile, winner), *_data(profile), *_attention(profile, reference), *_vocabulary(profile, chosen))
+    data = (*_data(profile), *_loader(profile), *_padding(profile, chosen, winner))
+    found = (*_noise(profile, winner), *data, *_attention(profile, reference), *_vocabulary(profile, chosen))
     return (*found, *_pieces(profile, winner), *_power_limit(profile))
 
 
@@ -58,13 +61,66 @@ def _data(profile: Profile) -> Iterator[Note]:
             "needs more time and memory than planned. Pass the longest batch as `longest_batch`.",
         )
     data, whole = profile.phases_s.get("data", 0.0), sum(profile.phases_s.values())
-    if whole > 0 and data / whole > WORTH_ADVICE:
+    if profile.loader is None and whole > 0 and data / whole > WORTH_ADVICE:
         share = f"{100 * data / whole:.0f}%"
         yield Note(
             "data.waiting",
             f"The step waits for data for {share} of its time. Increase `num_workers` of the DataLoader, and on a GPU "
             "set `pin_memory=True`.",
         )
+
+
+def _loader(profile: Profile) -> Iterator[Note]:
+    """Recommend settings of the DataLoader that were faster in training steps."""
+    found = profile.loader
+    best = None if found is None else best_settings(found)
+    if found is None or best is None:
+        return
+    own, lost_s, gain_s = found.own, found.own.step_s - found.alone_s, found.own.step_s - best.step_s
+    arguments = [f"num_workers={best.num_workers}"]
+    if best.num_workers:
+        arguments.append(f"prefetch_factor={best.prefetch_factor}")
+        arguments += ["persistent_workers=True"] if is_worth_persisting(found, best) else []
+    arguments += ["pin_memory=True"] if best.pin_memory else []
+    yield Note(
+        "loader.settings",
+        f"The loader costs {format_seconds(lost_s)} of a {format_seconds(own.step_s)} step. "
+        f"DataLoader({', '.join(arguments)}) removes {format_seconds(gain_s)} (measured).",
+    )
+
+
+def _padding(profile: Profile, chosen: MeasuredCost | None, winner: Candidate) -> Iterator[Note]:
+    """Recommend batches without padding if the time of the step is predicted to shrink with its tokens."""
+    count, step_s = profile.loop.padding, {k: v for k, v in profile.phases_s.items() if k != "data"}
+    if count is None or chosen is None or not sum(step_s.values()):
+        return
+    per_token = sum(step_s.get(name, 0.0) for name in ("forward", "backward")) / sum(step_s.values())
+    fixed_s = CostModel(profile).fixed_s(winner)
+    saved_s = count.fraction * max(0.0, per_token * chosen.step_s - (fixed_s or 0.0))
+    if saved_s <= WORTH_ADVICE * chosen.step_s:
+        return
+    basis = "from steps of several sizes" if fixed_s is not None else "if time is proportional to tokens"
+    yield Note(
+        "batch.padding",
+        f"{100 * count.fraction:.0f}% of the tokens are padding (counted in {count.num_batches} "
+        f"batch{'es' * (count.num_batches > 1)}); without it a step takes {format_seconds(saved_s)} of "
+        f"{format_seconds(chosen.step_s)} less (predicted {basis}). {_without_padding(profile, count)}",
+    )
+
+
+def _without_padding(profile: Profile, count: PaddingCount) -> str:
+    """Return the change that removes the padding with the libraries of the loop."""
+    if 2 * count.fixed > count.padding:
+        return 'Pad each batch to its longest sample, as padding=True or "longest" of a Transformers tokenizer does.'
+    grouped = 'TrainingArguments(train_sampling_strategy="group_by_length")'
+    if count.library == "trl":
+        return f"Use SFTConfig(packing=True) of TRL, or {grouped}."
+    if count.library == "transformers" and profile.device.kind == "cuda":
+        flat = 'DataCollatorWithFlattening with attn_implementation="flash_attention_2"'
+        return f"Use Transformers' {flat}, or {grouped}."
+    if count.library == "transformers":
+        return f"Use {grouped} of Transformers, which batches samples of similar length."
+    return "Batch samples of similar length, for example with a batch sampler that sorts by length."
 
 
 def _attention(profile: Profile, reference: MeasuredCost | None) -> Iterator[Note]:

@@ -212,6 +212,35 @@ class ProvedCandidate:
 
 
 @dataclass(frozen=True)
+class PaddingCount:
+    """Padding tokens counted in some batches.
+
+    Args:
+        tokens, padding: number of token positions, and of these the padding.
+        fixed: padding in columns without any token of the batch; a collate function that pads to the longest sample of
+            the batch would not create these columns.
+        num_batches: number of batches with a count.
+        source: "attention_mask", or "labels" if padding was recognized by ignored labels over a repeated token.
+        library: "trl" or "transformers" if the loop uses it, or "".
+    """
+
+    tokens: int
+    padding: int
+    fixed: int
+    num_batches: int
+    source: str
+    library: str = ""
+
+    def __post_init__(self) -> None:
+        validation.not_negative(self, "tokens", "padding", "fixed", "num_batches")
+
+    @property
+    def fraction(self) -> float:
+        """Fraction of the token positions that is padding."""
+        return self.padding / self.tokens if self.tokens else 0.0
+
+
+@dataclass(frozen=True)
 class LoopFacts:
     """Properties of the loop before planning.
 
@@ -244,6 +273,7 @@ class LoopFacts:
         kinds_of_blocks: number of kinds of the model's blocks, relative to the number of blocks, so that 1/12 means 12
             equal blocks; None if no kind repeats.
         wide_gradient_bytes: additional bytes of gradients that are accumulated in fp32 for half-precision weights.
+        padding: padding tokens in the drawn batches, or in the example batch; None if not recognizable.
     """
 
     num_parameters: int
@@ -275,6 +305,47 @@ class LoopFacts:
     head_refusal: str = ""
     kinds_of_blocks: float | None = None
     wide_gradient_bytes: int = 0
+    padding: PaddingCount | None = None
+
+
+@dataclass(frozen=True)
+class LoaderTrial:
+    """Training steps on batches of a copy of the user's DataLoader, timed by the wall clock.
+
+    Args:
+        num_workers, prefetch_factor, pin_memory: settings of the copy; `prefetch_factor` is None without workers.
+        step_s: mean seconds per step, including the wait for the batch.
+        starts_s: seconds from the start of an epoch to the first batch.
+    """
+
+    num_workers: int
+    prefetch_factor: int | None
+    pin_memory: bool
+    step_s: float
+    starts_s: float
+
+
+@dataclass(frozen=True)
+class LoaderTrials:
+    """Comparison of the user's DataLoader with copies that have other settings.
+
+    Args:
+        alone_s: mean seconds of the same steps on batches that are already in memory.
+        own: the user's settings; `step_s` is the mean of two measurements, before and after the others.
+        noise_s: difference of these two measurements (A/A control).
+        others: the other settings tried, in order.
+        num_steps: steps counted for each, before rounding up to a multiple of the number of workers.
+        epoch: batches of an epoch.
+        is_persistent: True if the user's workers persist between epochs.
+    """
+
+    alone_s: float
+    own: LoaderTrial
+    noise_s: float
+    others: tuple[LoaderTrial, ...]
+    num_steps: int
+    epoch: int
+    is_persistent: bool = False
 
 
 @dataclass(frozen=True)
@@ -292,6 +363,7 @@ class Profile:
         notes: figures and settings that could not be measured or tried, with the reasons.
         proofs: proofs of candidates about to be chosen.
         refused_by_proof: settings that a proof refused for this loop.
+        loader: settings of the DataLoader compared in training steps; None if no comparison was made.
     """
 
     device: DeviceSpec
@@ -315,6 +387,7 @@ class Profile:
     notes: tuple[Note, ...] = ()
     proofs: tuple[ProvedCandidate, ...] = ()
     refused_by_proof: tuple[RefusedByProof, ...] = ()
+    loader: LoaderTrials | None = None
     schema: int = PROFILE_SCHEMA
 
     def __post_init__(self) -> None:
@@ -382,6 +455,7 @@ class Profile:
         """Return the profile for a target device: loop facts without measurements or traces of this device."""
         loop = replace(self.loop, can_retain=False, faults_per_step=None, fault_s=None, layout_hazard="")
         there = replace(self, device=device, loop=loop, trials=(), phases_s={}, traces=(), recomputables=())
+        there = replace(there, loader=None)
         return replace(there, over_time_budget=False, meter=NO_METER)
 
     @property

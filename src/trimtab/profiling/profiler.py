@@ -25,13 +25,14 @@ from trimtab.energy.meter_selection import SelectedMeter, with_idle
 from trimtab.measure import timing
 from trimtab.measure.machine import device_spec, environment
 from trimtab.measure.timing import PhaseClock, loaded_machine_clock, time_call
-from trimtab.planner.recommendations import padded_vocabulary
+from trimtab.planner.recommendations import WORTH_ADVICE, padded_vocabulary
 from trimtab.planner.search import BlockMeasurements, MemoryTraces, is_hurried, next_measurement
 from trimtab.planner.search_space import put_first
 from trimtab.planner.statistics import rank_interval
 from trimtab.plans.profile import (
     Candidate,
     LoopFacts,
+    PaddingCount,
     Profile,
     RecomputableBlocks,
     TracedBlocks,
@@ -41,6 +42,7 @@ from trimtab.plans.profile import (
 from trimtab.profiling.block_profile import measure_recomputable, num_steps
 from trimtab.profiling.candidate_traces import trace_candidates, trace_for_others
 from trimtab.profiling.gradient_equivalence import check_splitting
+from trimtab.profiling.loader_trials import LEAST_LOST_S, compare_loaders
 from trimtab.profiling.loop_facts import count_step, is_of_loss, loop_facts, require_plain_step, with_tested_step
 from trimtab.profiling.measurement_notes import (
     CallbackError,
@@ -49,6 +51,7 @@ from trimtab.profiling.measurement_notes import (
     progress_with_callback_errors,
     report_not_restorable,
 )
+from trimtab.profiling.padding import PaddingCounter, text_library
 from trimtab.profiling.plan_proof import with_proof
 from trimtab.profiling.sample_batches import SampledBatches, draw_some, waiting_s
 from trimtab.profiling.smoke_test import CrashTest
@@ -73,6 +76,8 @@ MIN_WORDS = 4_096  # With fewer columns, the head's time is negligible.
 _TOKENS, _PAIRS = 512, 6
 NUM_BLOCKS = 6
 _PHASE_STEPS, _PHASES_S = 3, 3.0
+# Limit on comparing settings of the DataLoader: seconds, or a fraction of the planning time so far if this is longer.
+_LOADER_S, _LOADER_PART = 1.0, 0.05
 _NO_TIME = "the planning time was used up before the blocks were measured"
 
 
@@ -247,9 +252,12 @@ def profile_loop(
             kept = functools.partial(bytes_to_begin_anew, subject.trained)
             what = "the memory that a run holds for repeating a step was not measured"
             subject = replace(subject, start_bytes=notes.attempt("memory.not_counted", what, kept, 0))
+        padding = notes.attempt(
+            "padding.not_counted", "padding was not counted", lambda: _padding(subject, data, drawn), None
+        )
         profile = Profile(
             device_spec(subject.device),
-            replace(_facts(subject, reference.precision, notes, hooks), longest=drawn.longest),
+            replace(_facts(subject, reference.precision, notes, hooks), longest=drawn.longest, padding=padding),
             check,
             reference,
             environment=environment(has_gpu=subject.device.type == "cuda"),
@@ -259,9 +267,10 @@ def profile_loop(
             adapts_batch_size=subject.adapts_batch_size,
             meter=NO_METER if metered is None else metered.facts,
         )
-        profile = _search_restarting_under_load(
-            _Search(subject, snapshot, notes, progress, num_blocks, power, start, traces), profile
-        )
+        searching = _Search(subject, snapshot, notes, progress, num_blocks, power, start, traces)
+        profile = _search_restarting_under_load(searching, profile)
+        if drawn.seconds is not None:
+            profile = searching.with_loader(profile, data, drawn.seconds)
         report_not_restorable(snapshot.not_restorable(), notes)
     forget_peak(subject.device)  # The peak of candidates; a run measures its own.
     if drawn.seconds is not None and profile.phases_s:
@@ -405,11 +414,33 @@ class _Search:
 
         return replace(profile, recomputables=(*profile.recomputables, *map(measured, blocks.candidates)))
 
+    def with_loader(self, profile: Profile, data: Any, drawing_s: float) -> Profile:
+        """Return the profile with settings of the DataLoader compared, if waiting takes a notable part of a step.
+
+        The steps are those of the best settings so far, except compilation, which would take long again.
+        """
+        waits_s, step_s = waiting_s(drawing_s, profile.phases_s, data), sum(profile.phases_s.values())
+        is_small = waits_s < max(LEAST_LOST_S, WORTH_ADVICE * (waits_s + step_s))
+        limit_s = max(_LOADER_S, _LOADER_PART * (time.perf_counter() - self.start))
+        is_short = profile.total_steps is not None and profile.total_steps * waits_s < limit_s
+        if not step_s or is_small or is_short or profile.over_time_budget or isinstance(data, list | tuple):
+            return profile
+        self.progress("comparing settings of the DataLoader")
+        best = _best_so_far(profile).having(compiled=profile.reference_candidate.compiled)
+        found = self.notes.attempt(
+            "loader.not_tried",
+            "other settings of the DataLoader were not tried",
+            lambda: compare_loaders(self.subject, best, data, drawing_s, limit_s, self.notes),
+            None,
+        )
+        self.snapshot.restore()
+        return replace(profile, loader=found)
+
     def _with_padding(self, profile: Profile) -> Profile:
         """Return the profile with the time that a padded vocabulary would save, in the best precision so far."""
         if profile.loop.logits is None or profile.over_time_budget:
             return profile
-        best = [*put_first(profile, profile.objective, profile.limits(profile.budget)), profile.reference_candidate][0]
+        best = _best_so_far(profile)
         rows, words = profile.loop.logits
         found = self.notes.attempt(
             "padding.not_timed",
@@ -433,6 +464,19 @@ class _Search:
             tuple[TracedBlocks, ...](),
         )
         return replace(profile, target_device_traces=steps, target_device_blocks=blocks)
+
+
+def _best_so_far(profile: Profile) -> Candidate:
+    return [*put_first(profile, profile.objective, profile.limits(profile.budget)), profile.reference_candidate][0]
+
+
+def _padding(subject: TrainingLoop, data: Any, drawn: SampledBatches) -> PaddingCount | None:
+    """Return the padding of the drawn batches, or of the example batch if none was drawn."""
+    counter = drawn.padding
+    if counter is None:
+        counter = PaddingCounter()
+        counter.add(subject.batch if subject.example is None else subject.example)
+    return counter.result(text_library(subject.model, data))
 
 
 def measure_phases(subject: TrainingLoop, candidate: Candidate) -> tuple[dict[str, float], float | None]:

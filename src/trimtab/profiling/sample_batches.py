@@ -18,12 +18,13 @@ from torch.utils.data import DataLoader
 
 from trimtab.core.errors import TrimtabError, ValueGivenError
 from trimtab.profiling.measurement_notes import Notes
+from trimtab.profiling.padding import PaddingCounter
 from trimtab.profiling.training_loop import TrainingLoop, have_same_values
 from trimtab.state.data_state import DataState, draw_and_restore_data
 from trimtab.state.process_state import ProcessState
 from trimtab.training.batch import iterate, tensors_in
 
-_BATCHES = 8
+_BATCHES, _DRAWING_S = 8, 2.0  # Most batches to time, and the seconds after which no further batch is drawn.
 _EMPTY = object()
 _CHANGED = (
     "Planning with data= may change the first epoch: two epochs began with different batches, although the state of "
@@ -38,11 +39,13 @@ class SampledBatches(NamedTuple):
         seconds: seconds per batch; None with fewer than two batches.
         longest: elements of the largest batch, relative to the example batch.
         batch: last batch with an equal number of samples, for proofs; or None.
+        padding: count of the padding in all drawn batches; None if nothing was drawn.
     """
 
     seconds: float | None = None
     longest: float | None = None
     batch: Any = None
+    padding: PaddingCounter | None = None
 
 
 def draw_some(subject: TrainingLoop, data: Iterable[Any], notes: Notes) -> SampledBatches:
@@ -144,17 +147,23 @@ def _drawn(subject: TrainingLoop, data: Iterable[Any], notes: Notes) -> SampledB
             notes.record("data.not_repeatable", _CHANGED)
             warnings.warn(f"{_CHANGED}. Call trimtab.plan without data=.", RuntimeWarning, stacklevel=2)
         del first
-        elements = [] if last is None else [_elements(last)]
-        begin = time.perf_counter()  # Waiting for a loader's workers takes no processor time here.
-        for last in batches:
+        padding, elements, seconds = PaddingCounter(), list[int](), 0.0
+        while last is not None:
             elements.append(_elements(last))
-        seconds = time.perf_counter() - begin
+            padding.add(last)
+            if seconds > _DRAWING_S:
+                break
+            begin = time.perf_counter()  # Waiting for a loader's workers takes no processor time here.
+            drawn = next(batches, None)
+            if drawn is None:
+                break
+            seconds, last = seconds + time.perf_counter() - begin, drawn
     num, example = len(elements) - 1, _elements(subject.batch)
     longest = max(elements, default=0) / example if example else None
     is_alike = last is not None and not subject.unknown
     if is_alike:  # In the number of samples and in whether the batch can be split.
         is_alike = subject.batching.read(last) == subject.batching.read(subject.batch)
-    return SampledBatches(seconds / num if num > 0 else None, longest, last if is_alike else None)
+    return SampledBatches(seconds / num if num > 0 else None, longest, last if is_alike else None, padding)
 
 
 def _elements(batch: Any) -> int:

@@ -55,6 +55,39 @@ def draw_and_restore_loader(data: Any) -> Iterator[Any]:
             generator.set_state(state)
 
 
+def rebuilt_loader(loader: DataLoader[Any], **changed: Any) -> DataLoader[Any]:
+    """Return a new DataLoader over the same dataset, sampler and collate function, with some arguments changed.
+
+    The loader must have the iteration of `DataLoader` itself (`has_known_iteration`).
+    """
+    if loader.batch_sampler is None:
+        order = {"sampler": loader.sampler, "batch_size": None}
+    else:
+        order = {"batch_sampler": loader.batch_sampler}
+    same = {
+        "num_workers": loader.num_workers,
+        "collate_fn": loader.collate_fn,
+        "pin_memory": loader.pin_memory,
+        "timeout": loader.timeout,
+        "worker_init_fn": loader.worker_init_fn,
+        "multiprocessing_context": loader.multiprocessing_context,
+        "generator": loader.generator,
+        "prefetch_factor": loader.prefetch_factor,
+        "persistent_workers": loader.persistent_workers,
+        "pin_memory_device": loader.pin_memory_device,
+    }
+    return DataLoader(loader.dataset, **{**order, **same, **changed})
+
+
+def has_known_iteration(loader: Any) -> bool:
+    """Return True for a DataLoader whose attributes determine its batches: no own `__iter__`, no position to restore.
+
+    A loader with a custom iteration or a data position cannot be rebuilt from its attributes.
+    """
+    is_plain = isinstance(loader, DataLoader) and getattr(type(loader), "__iter__", None) is DataLoader.__iter__
+    return is_plain and not is_stateful(loader)
+
+
 def is_stateful(loader: Any) -> bool:
     """Return True if a loader can save and restore its position."""
     inner = getattr(loader, "base_dataloader", loader)  # Accelerate's wrapper has both methods for any inner loader
@@ -107,13 +140,14 @@ class _DataWalk(ObjectWalk):
 
     Attributes:
         one_shot: Path and type of that object, or "".
+        has_files: True if open, readable files were found.
     """
 
     most_depth = 8
 
     def __init__(self, data: Any) -> None:
         super().__init__()
-        self.one_shot, self._root = "", data
+        self.one_shot, self.has_files, self._root = "", False, data
         self.enter(data, "data", ChangeKind.ATTRIBUTE, is_beside=True)
 
     def _visit(self, value: Any, place: ObjectPath) -> None:
@@ -137,6 +171,8 @@ class _DataWalk(ObjectWalk):
 
     def _file(self, value: Any, place: ObjectPath) -> None:
         if value.readable():  # a log would be overwritten
+            with contextlib.suppress(OSError):  # A buffer in memory has no descriptor; a fork copies it.
+                self.has_files = value.fileno() >= 0 or self.has_files
             get = functools.partial(value.tell)
             self.found.append(ReachableObject(get(), place, get=get, put=value.seek))
 
@@ -157,11 +193,12 @@ class DataState:
 
     Attributes:
         one_shot: Path of a part that cannot be restored, such as "data.dataset.items (a tuple_iterator)"; "" if none.
+        has_files: True if the data hold open files; forked processes would share the position in each file.
     """
 
     def __init__(self, data: Any) -> None:
         walk = _DataWalk(data)
-        self.one_shot = walk.one_shot
+        self.one_shot, self.has_files = walk.one_shot, walk.has_files
         self._held: list[Other | TensorSnapshot] = []
         num_bytes = 0
         for each in () if self.one_shot else walk.found:

@@ -31,7 +31,7 @@ from trimtab.core.objective import PRECISIONS, Budget, Objective, Reference
 from trimtab.core.record import End, Evaluation, Event, Header, RunRecord, StepRecord, read_record, write_record
 from trimtab.core.serialization import from_json, from_jsonable, read_json, to_json, to_jsonable, write_result
 from trimtab.plans.plan import Plan
-from trimtab.plans.profile import Candidate, LoopFacts, Profile, Trial
+from trimtab.plans.profile import Candidate, LoaderTrial, LoaderTrials, LoopFacts, PaddingCount, Profile, Trial
 from trimtab.settings.allocator import ALLOCATORS
 from trimtab.settings.memory_layout import MEMORY_LAYOUTS
 from trimtab.settings.schedule import SCHEDULES
@@ -172,9 +172,13 @@ PLAN = Plan(
 )
 PROFILE = Profile(
     DeviceSpec("cpu", "cpu", peak_flops={"fp32": 1e11}),
-    LoopFacts(10, 10, 40, "AdamW", 8, 8.0, "samples", 1e9, False, True, False, "contiguous"),
+    LoopFacts(
+        *(10, 10, 40, "AdamW", 8, 8.0, "samples", 1e9, False, True, False, "contiguous"),
+        padding=PaddingCount(100, 30, 10, 2, "attention_mask"),
+    ),
     SplitCheck(True, "per-sample loss"),
     trials=(Trial("modes", Candidate(8), (0.5, 0.4)),),
+    loader=LoaderTrials(0.5, LoaderTrial(0, None, False, 0.7, 0.2), 0.0, (LoaderTrial(2, 2, False, 0.5, 0.3),), 8, 20),
     environment={"torch": "2.13"},
 )
 RECORD = RunRecord(

@@ -13,9 +13,9 @@ from trimtab.distributed.cpu_affinity import (
     RankPlacement,
     node,
     oversubscribed_resource,
-    own_cores,
     resource_of_placements,
 )
+from trimtab.measure.machine import own_cores
 
 
 def test_cores_and_node_of_a_process(monkeypatch):

@@ -1,0 +1,193 @@
+"""Comparison of DataLoader settings in training steps."""
+
+from __future__ import annotations
+
+import multiprocessing
+import time
+import types
+
+import pytest
+import torch
+from small_loops import class_loss, linear_loop
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+import trimtab
+from trimtab.core.serialization import from_json, to_json
+from trimtab.plans.profile import Profile
+from trimtab.profiling import loader_trials
+from trimtab.profiling.loader_trials import LoaderComparison, compare_loaders
+from trimtab.profiling.measurement_notes import Notes
+from trimtab.profiling.training_loop import TrainingLoop
+
+FETCH_S, STEP_S, ROWS = 0.004, 0.010, 2
+CPU = torch.device("cpu")
+
+
+class Clock:
+    """A clock that a test advances. Workers advance their own copy, as if they were on other cores."""
+
+    def __init__(self):
+        # Attributes of a module are not restored with the state of the data, of which the clock is a part.
+        self._now = types.ModuleType("clock")
+        self._now.seconds = 0.0
+
+    def perf_counter(self):
+        return self._now.seconds
+
+    def pass_(self, seconds):
+        self._now.seconds += seconds
+
+
+class Rows(Dataset):
+    """Samples that take a while each."""
+
+    def __init__(self, clock, num=80, seconds=FETCH_S):
+        self.clock, self.num, self.seconds = clock, num, seconds
+
+    def __len__(self):
+        return self.num
+
+    def __getitem__(self, index):
+        self.clock.pass_(self.seconds)
+        return torch.full((3,), float(index)), index % 2
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(torch.arange(32.0).reshape(8, 4))
+
+
+class OwnIteration(DataLoader):
+    def __iter__(self):
+        return iter([])
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    made = Clock()
+    monkeypatch.setattr(loader_trials, "time", made)
+    return made
+
+
+def cores(monkeypatch, number):
+    monkeypatch.setattr(loader_trials, "own_cores", lambda: frozenset(range(number)))
+
+
+def shuffled(dataset, **options):
+    return DataLoader(dataset, ROWS, shuffle=True, generator=torch.Generator().manual_seed(3), **options)
+
+
+def test_the_cost_of_a_loader_and_its_removal_are_measured_in_steps(clock, monkeypatch):
+    cores(monkeypatch, 1)
+    seen = []
+
+    def step(batch):
+        seen.append(batch[0][:, 0].tolist())
+        clock.pass_(STEP_S)
+
+    loader, process = shuffled(Rows(clock)), torch.get_rng_state()
+    before, children = loader.generator.get_state(), set(multiprocessing.active_children())
+    found = LoaderComparison(step, loader, CPU, 4, 100.0).compare(ROWS * FETCH_S, Notes())
+    assert found.alone_s == pytest.approx(STEP_S)
+    assert found.own.step_s == pytest.approx(STEP_S + ROWS * FETCH_S)
+    assert found.noise_s == pytest.approx(0)
+    (other,) = found.others
+    assert (other.num_workers, other.prefetch_factor, other.pin_memory) == (1, 2, False)
+    assert other.step_s == pytest.approx(STEP_S)
+    assert (found.num_steps, found.epoch) == (4, 40)
+    # The user's loader, in memory, with a worker, and the user's loader again: the same samples in the same order.
+    own, alone, worker, again = seen[:5], seen[5:9], seen[9:14], seen[14:]
+    assert own == worker == again
+    assert alone == own[1:]
+    assert torch.equal(loader.generator.get_state(), before)
+    assert torch.equal(torch.get_rng_state(), process)
+    assert set(multiprocessing.active_children()) <= children
+    assert (loader.num_workers, loader.prefetch_factor) == (0, None)
+
+
+def test_a_loader_without_cost_is_not_compared_further(clock):
+    loader = shuffled(Rows(clock, seconds=0.0))
+    found = LoaderComparison(lambda batch: clock.pass_(STEP_S), loader, CPU, 4, 100.0).compare(0.0, Notes())
+    assert found.others == ()
+
+
+def test_no_more_time_is_used_than_allowed(clock, monkeypatch):
+    cores(monkeypatch, 1)
+    comparison = LoaderComparison(lambda batch: clock.pass_(STEP_S), shuffled(Rows(clock)), CPU, 4, 0.15)
+    assert comparison.compare(ROWS * FETCH_S, Notes()).others == ()
+    assert clock.perf_counter() < 0.3
+
+
+def test_a_worker_that_fails_ends_the_comparison_with_a_note(clock, monkeypatch):
+    cores(monkeypatch, 1)
+
+    class OnlyHere(Rows):
+        def __getitem__(self, index):
+            if torch.utils.data.get_worker_info() is not None:
+                raise OSError("not in a worker")
+            return super().__getitem__(index)
+
+    notes = Notes()
+    loader = shuffled(OnlyHere(clock))
+    found = LoaderComparison(lambda batch: clock.pass_(STEP_S), loader, CPU, 4, 100.0).compare(0.1, notes)
+    assert found.others == ()
+    assert [note.code for note in notes.found] == ["loader.not_tried"]
+
+
+def refused():
+    ended = Rows(Clock())
+    ended.items = iter([1])
+    return {
+        "iterable dataset": DataLoader(Stream(), 2),
+        "iterator": DataLoader(ended, 2),
+        "own iteration": OwnIteration(Rows(Clock()), 2),
+        "few batches": DataLoader(Rows(Clock(), num=4), 2),
+        "no loader": (x for x in range(3)),
+    }
+
+
+def notes_of(loader):
+    model, optimizer = linear_loop(3, 2)
+    batch = torch.randn(4, 3), torch.tensor([0, 1, 0, 1])
+    subject, notes = TrainingLoop(model, optimizer, class_loss, batch), Notes()
+    assert compare_loaders(subject, None, loader, 1.0, 1.0, notes) is None
+    return [note.code for note in notes.found]
+
+
+@pytest.mark.parametrize("loader", refused().values(), ids=refused())
+def test_a_loader_that_cannot_be_copied_is_left_alone_with_a_reason(loader):
+    assert notes_of(loader) == ["loader.not_tried"]
+
+
+def test_workers_would_share_the_position_in_an_open_file():
+    data = Rows(Clock())
+    with open(__file__, "rb") as data.file:
+        assert notes_of(DataLoader(data, 2)) == ["loader.not_tried"]
+
+
+@pytest.mark.usefixtures("brief_trials")
+def test_planning_compares_a_slow_loader_and_leaves_it_as_it_was(monkeypatch):
+    cores(monkeypatch, 1)
+    real = Clock()
+    real.pass_ = time.sleep
+    model, optimizer = linear_loop(3, 2)
+    loader, same = shuffled(Rows(real, seconds=0.001)), shuffled(Rows(Clock()))
+    found = trimtab.profile(model, optimizer, class_loss, next(iter(same)), data=loader, num_blocks=3)
+    assert found.loader is not None
+    assert found.loader.own.num_workers == 0
+    assert all(each.num_workers <= 1 for each in found.loader.others)
+    assert from_json(Profile, to_json(found)) == found
+    same = shuffled(Rows(Clock()))
+    assert all(map(torch.equal, next(iter(loader)), next(iter(same))))
+
+
+@pytest.mark.usefixtures("brief_trials")
+@pytest.mark.parametrize("options", [{"total_steps": 3}, {}])
+def test_a_quick_loader_or_a_short_run_is_not_compared(monkeypatch, options):
+    real = Clock()
+    real.pass_ = time.sleep
+    monkeypatch.setattr("trimtab.profiling.profiler.compare_loaders", lambda *given: pytest.fail("was compared"))
+    model, optimizer = linear_loop(3, 2)
+    data = [next(iter(shuffled(Rows(Clock()))))] * 4 if not options else shuffled(Rows(real, seconds=0.001))
+    batch = next(iter(shuffled(Rows(Clock()))))
+    assert trimtab.profile(model, optimizer, class_loss, batch, data=data, num_blocks=3, **options).loader is None
