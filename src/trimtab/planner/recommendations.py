@@ -99,12 +99,13 @@ def _padding(profile: Profile, chosen: MeasuredCost | None, winner: Candidate) -
     saved_s = count.fraction * max(0.0, per_token * chosen.step_s - (fixed_s or 0.0))
     if saved_s <= WORTH_ADVICE * chosen.step_s:
         return
-    basis = "from steps of several sizes" if fixed_s is not None else "if time is proportional to tokens"
+    basis = "from steps of several sizes" if fixed_s is not None else "if its time is proportional to the tokens"
+    ours, less = format_seconds(chosen.step_s), format_seconds(chosen.step_s - saved_s)
     yield Note(
         "batch.padding",
-        f"{100 * count.fraction:.0f}% of the tokens are padding (counted in {count.num_batches} "
-        f"batch{'es' * (count.num_batches > 1)}); without it a step takes {format_seconds(saved_s)} of "
-        f"{format_seconds(chosen.step_s)} less (predicted {basis}). {_without_padding(profile, count)}",
+        f"{100 * count.fraction:.0f}% of the tokens in {count.num_batches} batch{'es' * (count.num_batches > 1)} are "
+        f"padding (counted). Without padding, a {ours} step would take {less} (predicted {basis}). "
+        f"{_without_padding(profile, count)}",
     )
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import multiprocessing
 import os
 import time
 import warnings
@@ -30,7 +31,7 @@ from trimtab.state.process_state import ProcessState
 
 # Least seconds of a step lost to the loader: passing a batch from a worker to the training process takes about as long.
 LEAST_LOST_S = 1e-3
-_FEWEST, _MOST = 3, 8  # Counted steps of a trial.
+_FEWEST, _MOST = 2, 8  # Counted steps of a trial.
 _TRIALS = 5  # Approximate number of trials that the time limit is divided by.
 _CODE, _WHAT = "loader.not_tried", "other settings of the DataLoader were not tried"
 
@@ -88,10 +89,17 @@ def _refusal(loader: Any) -> str:
         return f"{state.one_shot} cannot be copied"
     if state.has_files and not loader.num_workers:
         return "the data hold an open file, whose position worker processes would share"
+    if not loader.num_workers and not _forks():
+        return "worker processes would import the main script again, which may train without a guard"
     try:
         return "" if len(loader) > _FEWEST else f"an epoch has {len(loader)} batches only"
     except TypeError:
         return "the number of batches in an epoch is unknown"
+
+
+def _forks() -> bool:
+    """Return True if processes are started by a fork; asks without fixing the start method, as its default would."""
+    return (multiprocessing.get_start_method(allow_none=True) or multiprocessing.get_all_start_methods()[0]) == "fork"
 
 
 def _num_cores() -> int:
@@ -183,6 +191,8 @@ class LoaderComparison:
         if settings.num_workers:  # An unresponsive worker must not stop planning.
             left_s = max(1.0, self._deadline_s - time.perf_counter())
             others["timeout"] = min(self._loader.timeout or left_s, left_s)
+            if not self._loader.num_workers:  # torch's own choice would fix the start method of the process.
+                others["multiprocessing_context"] = "fork"
         return rebuilt_loader(
             self._loader,
             **settings._asdict(),

@@ -159,6 +159,11 @@ def test_a_loader_that_cannot_be_copied_is_left_alone_with_a_reason(loader):
     assert notes_of(loader) == ["loader.not_tried"]
 
 
+def test_workers_that_would_import_the_main_script_are_not_started(monkeypatch):
+    monkeypatch.setattr(multiprocessing, "get_start_method", lambda allow_none: "spawn")
+    assert notes_of(DataLoader(Rows(Clock()), 2)) == ["loader.not_tried"]
+
+
 def test_workers_would_share_the_position_in_an_open_file():
     data = Rows(Clock())
     with open(__file__, "rb") as data.file:
