@@ -30,7 +30,7 @@ def next_settings(found: LoaderTrials, drawing_s: float, most_workers: int, *, p
     """Return the settings to try next, or None if the loader's cost is removed or no settings are left.
 
     First the least number of workers that keeps up with the step, if each takes as long for a batch as the user's
-    loader; then twice as many; then more prefetched batches. Pinned memory is tried with the best of these settings.
+    loader; then twice this number; then more prefetched batches. Pinned memory is tried with the best settings.
 
     Args:
         drawing_s: seconds per batch of the user's loader alone.

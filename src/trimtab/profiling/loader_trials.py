@@ -158,7 +158,7 @@ class LoaderComparison:
     def _counts(self, num_workers: int) -> tuple[int, int]:
         """Return the numbers of warm-up steps and of counted steps.
 
-        Workers finish their first batches together, so batches arrive in groups of one per worker: the first group is
+        Workers finish their first batches together, so batches arrive in groups, a batch from each worker: the first group is
         not counted, and of the others, whole groups are.
         """
         group = max(1, num_workers)

@@ -20,7 +20,8 @@ class PaddingCounter:
     """Sum of the padding tokens over batches. A batch without a recognizable padding is left out."""
 
     def __init__(self) -> None:
-        self._sums, self._num_batches, self._source = [0, 0, 0], 0, ""
+        self._tokens = self._padding = self._fixed = self._num_batches = 0
+        self._source = ""
 
     def add(self, batch: Any) -> None:
         """Count the padding of a batch; the first countable batch determines the source of all."""
@@ -28,18 +29,21 @@ class PaddingCounter:
         for source, is_padding in zip(("attention_mask", "labels"), found, strict=True):
             if is_padding is None or self._source not in ("", source):
                 continue
-            counts = is_padding.numel(), int(is_padding.sum()), int(is_padding.all(0).sum()) * len(is_padding)
-            self._sums = [ours + theirs for ours, theirs in zip(self._sums, counts, strict=True)]
+            self._tokens += is_padding.numel()
+            self._padding += int(is_padding.sum())
+            self._fixed += int(is_padding.all(0).sum()) * len(is_padding)
             self._num_batches, self._source = self._num_batches + 1, source
             return
 
     def result(self, library: str) -> PaddingCount | None:
         """Return the sum; None if no batch was counted."""
-        return PaddingCount(*self._sums, self._num_batches, self._source, library) if self._num_batches else None
+        if not self._num_batches:
+            return None
+        return PaddingCount(self._tokens, self._padding, self._fixed, self._num_batches, self._source, library)
 
 
 def text_library(model: nn.Module, loader: Any) -> str:
-    """Return "trl" or "transformers" if the loader's collate function or a module of the model is of it, or ""."""
+    """Return "trl" or "transformers" if the library provides the collate function or a module of the model, or ""."""
     collate = getattr(loader, "collate_fn", None)
     kinds = (type(collate), collate, *map(type, model.modules()))
     packages = {(getattr(kind, "__module__", None) or "").partition(".")[0] for kind in kinds}
