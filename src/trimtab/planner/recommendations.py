@@ -77,6 +77,8 @@ def _loader(profile: Profile) -> Iterator[Note]:
     if found is None or best is None:
         return
     own, lost_s, gain_s = found.own, found.own.step_s - found.alone_s, found.own.step_s - best.step_s
+    if not best.pin_memory:  # Without faster copies to the device, a larger gain than the cost is noise.
+        gain_s = min(gain_s, lost_s)
     arguments = [f"num_workers={best.num_workers}"]
     if best.num_workers:
         arguments.append(f"prefetch_factor={best.prefetch_factor}")

@@ -158,8 +158,8 @@ class LoaderComparison:
     def _counts(self, num_workers: int) -> tuple[int, int]:
         """Return the numbers of warm-up steps and of counted steps.
 
-        Workers finish their first batches together, so batches arrive in groups, a batch from each worker: the first group is
-        not counted, and of the others, whole groups are.
+        Workers finish their first batches together, so batches arrive in groups, a batch from each worker: the first
+        group is not counted, and of the others, whole groups are.
         """
         group = max(1, num_workers)
         return group, math.ceil(self._num_steps / group) * group
