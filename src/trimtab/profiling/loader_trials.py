@@ -26,7 +26,7 @@ from trimtab.planner.loader_settings import LoaderSettings, next_settings, setti
 from trimtab.plans.profile import Candidate, LoaderTrial, LoaderTrials
 from trimtab.profiling.measurement_notes import Notes
 from trimtab.profiling.training_loop import TrainingLoop
-from trimtab.state.data_state import DataState, draw_and_restore_loader, has_known_iteration, rebuilt_loader
+from trimtab.state.data_state import DataState, draw_and_restore_data, has_known_iteration, rebuilt_loader
 from trimtab.state.process_state import ProcessState
 
 # Least seconds of a step lost to the loader: passing a batch from a worker to the training process takes about as long.
@@ -128,7 +128,7 @@ class LoaderComparison:
         self._step, self._loader, self._device = step, loader, device
         self._num_steps, self._deadline_s, self._epoch = num_steps, deadline_s, len(loader)
         # Captured within the run, so that restoring keeps the candidate's fp32 modes.
-        self._data, self._process = DataState(loader), ProcessState.capture(wakes_cuda=False)
+        self._process = ProcessState.capture(wakes_cuda=False)
         self._batches: list[Any] = []
 
     def compare(self, drawing_s: float, notes: Notes) -> LoaderTrials:
@@ -168,7 +168,7 @@ class LoaderComparison:
         copied, batches = self._copy(settings), None
         warm, counted = self._counts(settings.num_workers)
         try:
-            with draw_and_restore_loader(self._loader), warnings.catch_warnings():
+            with draw_and_restore_data(self._loader), warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # Of forks in a process with threads; the user's loader warns as well.
                 start = time.perf_counter()
                 batches = iter(copied)
@@ -182,7 +182,6 @@ class LoaderComparison:
             if settings.num_workers and batches is not None:
                 # An exception refers to the iterator, whose workers would otherwise end at some later collection.
                 batches._shutdown_workers()  # type: ignore[attr-defined]
-            self._data.restore()
             self._process.restore()
         return LoaderTrial(*settings, step_s, starts_s)
 

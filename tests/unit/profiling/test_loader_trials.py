@@ -42,13 +42,15 @@ class Rows(Dataset):
     """Samples that take a while each."""
 
     def __init__(self, clock, num=80, seconds=FETCH_S):
-        self.clock, self.num, self.seconds = clock, num, seconds
+        self.clock, self.num, self.seconds, self.last = clock, num, seconds, None
 
     def __len__(self):
         return self.num
 
     def __getitem__(self, index):
         self.clock.pass_(self.seconds)
+        self.last = index
+        torch.rand(())  # as an augmentation draws
         return torch.full((3,), float(index)), index % 2
 
 
@@ -102,7 +104,7 @@ def test_the_cost_of_a_loader_and_its_removal_are_measured_in_steps(clock, monke
     assert torch.equal(loader.generator.get_state(), before)
     assert torch.equal(torch.get_rng_state(), process)
     assert set(multiprocessing.active_children()) <= children
-    assert (loader.num_workers, loader.prefetch_factor) == (0, None)
+    assert (loader.num_workers, loader.prefetch_factor, loader.dataset.last) == (0, None, None)
 
 
 def test_a_loader_without_cost_is_not_compared_further(clock):
@@ -127,11 +129,12 @@ def test_a_worker_that_fails_ends_the_comparison_with_a_note(clock, monkeypatch)
                 raise OSError("not in a worker")
             return super().__getitem__(index)
 
-    notes = Notes()
+    notes, children = Notes(), set(multiprocessing.active_children())
     loader = shuffled(OnlyHere(clock))
     found = LoaderComparison(lambda batch: clock.pass_(STEP_S), loader, CPU, 4, 100.0).compare(0.1, notes)
     assert found.others == ()
     assert [note.code for note in notes.found] == ["loader.not_tried"]
+    assert set(multiprocessing.active_children()) <= children
 
 
 def refused():
