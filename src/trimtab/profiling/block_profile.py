@@ -22,7 +22,7 @@ from trimtab.planner.recompute_cost import keep_all
 from trimtab.planner.recompute_solver import by_shares
 from trimtab.plans.profile import Candidate, RecomputableBlocks
 from trimtab.profiling.candidate_traces import at_two_sizes, has_two_sizes, recurrent_layer
-from trimtab.profiling.measurement_notes import describe
+from trimtab.profiling.measurement_notes import Notes, describe
 from trimtab.profiling.training_loop import TrainingLoop
 from trimtab.profiling.trials import step_until_applied, timer
 from trimtab.state.peak_memory import state_tensors, storage_bytes
@@ -149,18 +149,21 @@ def with_schedule(model: nn.Module, names: tuple[str, ...], schedule: Schedule, 
         undo()
 
 
-def measure_recomputable(subject: TrainingLoop, candidate: Candidate, *, splits: bool = True) -> RecomputableBlocks:
+def measure_recomputable(
+    subject: TrainingLoop, candidate: Candidate, *, splits: bool = True, notes: Notes | None = None
+) -> RecomputableBlocks:
     """Return the costs and savings of recomputing a candidate's blocks, or the reason for failing.
 
     Takes training steps; the caller restores the state. `splits`: the batch may be split into more micro-batches.
+    `notes` receives the reason if only whole blocks can be recomputed.
     """
     try:
-        return _measured(subject, candidate, splits=splits)
+        return _measured(subject, candidate, Notes() if notes is None else notes, splits=splits)
     except Exception as error:  # For example, a block overwrites its input.
         return RecomputableBlocks(candidate, refusal=describe(error), code="recompute.failed")
 
 
-def _measured(subject: TrainingLoop, candidate: Candidate, *, splits: bool) -> RecomputableBlocks:
+def _measured(subject: TrainingLoop, candidate: Candidate, notes: Notes, *, splits: bool) -> RecomputableBlocks:
     names = subject.blocks.names
     if not names:
         return RecomputableBlocks(candidate, refusal=NO_BLOCKS, code="recompute.no_blocks")
@@ -172,7 +175,7 @@ def _measured(subject: TrainingLoop, candidate: Candidate, *, splits: bool) -> R
     if not has_two_sizes(subject.batch, subject.batching):
         refusal = f"the batch of {subject.rows} samples cannot be traced at two micro-batch sizes"
         return RecomputableBlocks(candidate, refusal=refusal, code="recompute.batch_too_small")
-    chains, seconds = _traced(subject, candidate)
+    chains, seconds = _traced(subject, candidate, notes)
     forward_s = sum(seconds)
     shares = [each / forward_s if forward_s > 0 else 1 / len(names) for each in seconds]
     step_s, line = measure_seconds(subject, candidate, splits=splits, forward_s=forward_s)
@@ -191,7 +194,7 @@ def _measured(subject: TrainingLoop, candidate: Candidate, *, splits: bool) -> R
     )
 
 
-def _traced(subject: TrainingLoop, candidate: Candidate) -> tuple[list[BlockChainModel], list[float]]:
+def _traced(subject: TrainingLoop, candidate: Candidate, notes: Notes) -> tuple[list[BlockChainModel], list[float]]:
     """Return the chains, with the costs of blocks kept in part if possible, and the blocks' forward seconds."""
     names = subject.blocks.names
     with subject.start(candidate) as run:
@@ -213,11 +216,15 @@ def _traced(subject: TrainingLoop, candidate: Candidate) -> tuple[list[BlockChai
         with_schedule(run.model, names, schedule_of(EVERY_BLOCK, len(names)), step)
         if not runs_in_segments(run.model, subject.blocks, step):
             chains = [chain.unlinked() for chain in chains]
-        # For example, a block overwrites a tensor that is kept; whole blocks may be recomputed nevertheless.
-        with contextlib.suppress(Exception):
+
+        def with_parts() -> list[BlockChainModel]:
             with_schedule(run.model, names, in_part_of(len(names)), step)
             parts = _parts(run.model, names, step, trace)
-            chains = [chain.with_parts(each) for chain, each in zip(chains, parts, strict=True)]
+            return [chain.with_parts(each) for chain, each in zip(chains, parts, strict=True)]
+
+        # For example, a block overwrites a tensor that is kept; whole blocks may be recomputed nevertheless.
+        what = "only whole blocks are recomputed, no operators inside of them"
+        chains = notes.attempt("recompute.whole_blocks", what, with_parts, chains)
         forward_s = forward_seconds(step, run.model, names, subject.device, steps=_FORWARDS)
     return chains, list(forward_s)
 

@@ -410,7 +410,7 @@ class _Search:
             if candidate not in needed:
                 return RecomputableBlocks(candidate, refusal=_NO_TIME, code="recompute.no_time")
             self.progress(f"measuring blocks: {candidate.describe()}")
-            return measure_recomputable(self.subject, candidate, splits=profile.check.splittable)
+            return measure_recomputable(self.subject, candidate, splits=profile.check.splittable, notes=self.notes)
 
         return replace(profile, recomputables=(*profile.recomputables, *map(measured, blocks.candidates)))
 

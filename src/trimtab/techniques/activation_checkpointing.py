@@ -108,8 +108,11 @@ def keeps_activations() -> bool:
     Activations are kept under `torch.func` transforms (such as per-sample gradients), which do not support saved-tensor
     hooks, and in forward-mode differentiation, whose tangents would be missing in a recomputation.
     """
-    in_transform = torch._C._functorch.peek_interpreter_stack() is not None
-    return not torch.is_grad_enabled() or in_transform or forward_ad._current_level >= 0
+    if not torch.is_grad_enabled():
+        return True
+    if torch.compiler.is_compiling():
+        return False
+    return torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0
 
 
 def recompute_call(function: Callable[..., Any], forwards: RecomputedForwards, args: Any, kwargs: Any) -> Any:

@@ -100,7 +100,7 @@ class _Value:
         """Hold a tensor of the forward until the backward."""
         # A detached alias, because a result refers to its graph, and the graph to this value. The parameter itself,
         # because a sharded parameter exchanges its storage.
-        self.tensor = tensor if isinstance(tensor, nn.Parameter) else tensor.detach()
+        self.tensor = tensor if isinstance(tensor, nn.Parameter) else _alias(tensor)
         self.version = _version(self.tensor)
         return self
 
@@ -117,6 +117,13 @@ class _Value:
                 raise _changed()
         saved = self.saved()
         return None if saved is None else saved.tensor
+
+
+def _alias(tensor: Tensor) -> Tensor:
+    """Return a detached alias with the tensor's version counter; inside a dispatch mode, `detach` makes a new one."""
+    kept, left_out = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
+    with torch._C._ForceDispatchKeyGuard(kept, left_out.remove(torch._C.DispatchKey.ADInplaceOrView)):
+        return tensor.detach()
 
 
 def _nothing() -> None:
@@ -268,6 +275,7 @@ class OperatorRecorder(TorchDispatchMode):
         super().__init__()
         self._kept, self._check = kept, check
         self._calls = self._expensive = 0
+        self._overwritten: list[_Value] = []
         # By storage, then by offset, shape, stride and dtype. A weak reference keeps the address from being used again.
         self._values: dict[StorageWeakRef, dict[Any, _Value]] = {}
 
@@ -275,6 +283,7 @@ class OperatorRecorder(TorchDispatchMode):
         kwargs = kwargs or {}
         if func is _DETACH or not isinstance(func, OpOverload) or func.namespace == "prim":
             return func(*args, **kwargs)  # Computes no tensor, or is a higher-order operator, whose results are kept.
+        self._note_versions()
         leaves, structure = tree_flatten((args, kwargs))
         is_random, source = draws(func, args, kwargs), None
         if is_random or is_product(func):
@@ -351,13 +360,21 @@ class OperatorRecorder(TorchDispatchMode):
                 call.results.append(weakref.ref(value))
             else:
                 value = _Value().keep(tensor)
+                self._overwritten.append(value)
                 value.source = before.source if call.source is None else call.source
             self._values[storage] = {geometry: value}
+
+    def _note_versions(self) -> None:
+        """Read the versions of overwritten tensors, which torch increments after the operator returns."""
+        for value in self._overwritten:
+            value.version = None if value.tensor is None else _version(value.tensor)
+        self._overwritten.clear()
 
     def pack(self, tensor: Tensor) -> Any:
         """Return the object that autograd holds in place of a tensor."""
         if not _is_plain(tensor):
             return tensor
+        self._note_versions()
         value = self._input(tensor, is_written=False)
         saved = value.saved()
         if saved is None:
@@ -388,6 +405,7 @@ class OperatorRecorder(TorchDispatchMode):
 
         The following block holds the results until the backward of this block in any case.
         """
+        self._note_versions()
         for tensor in tree_iter(result):
             if _is_plain(tensor) and (value := self._value_of(tensor)).tensor is None:
                 value.keep(tensor)

@@ -26,6 +26,7 @@ from trimtab.plans.plan import Plan
 from trimtab.plans.profile import Candidate
 from trimtab.profiling import block_profile, profiler
 from trimtab.profiling.block_profile import line_through, measure_recomputable, measure_seconds, num_steps
+from trimtab.profiling.measurement_notes import Notes
 from trimtab.profiling.training_loop import TrainingLoop
 from trimtab.state.loop_state import LoopState
 from trimtab.state.peak_memory import peak_bytes
@@ -235,6 +236,28 @@ def test_what_cannot_be_recomputed_says_why():
     assert refusal(blocks) == ""
     over = nn.Sequential(nn.Linear(4, 4), *(nn.Sequential(nn.ReLU(inplace=True), nn.Linear(4, 4)) for _ in range(3)))
     assert "changes an argument in place" in refusal(over)
+
+
+class MovingMean(nn.Module):
+    """A block that changes a buffer which its backward needs."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("mean", torch.zeros(4))
+
+    def forward(self, x):
+        scaled = (x - self.mean).exp()
+        self.mean.lerp_(x.detach().mean(0), 1e-4)
+        return self.linear(scaled * self.mean)
+
+
+def test_blocks_that_are_only_recomputed_whole_say_why():
+    model, notes = nn.Sequential(MovingMean(), MovingMean()), Notes()
+    subject = TrainingLoop(model, sgd(model), lambda m, b: m(b).square().mean(), torch.randn(8, 4))
+    found = measure_recomputable(subject, Candidate(8), notes=notes)
+    assert not found.refusal
+    assert [note.code for note in notes.found] == ["recompute.whole_blocks"]
 
 
 def test_a_plan_meets_a_limit_by_recomputing_where_the_batch_cannot_be_split():

@@ -76,6 +76,33 @@ def test_training_is_the_same_with_and_without_recomputation(recompute):
     torch.testing.assert_close(model.state_dict(), other.state_dict())
 
 
+def saved_bytes(plan):
+    """Return the bytes that autograd saves in a forward of the second step."""
+    model, optimizer, _ = loop(inners=(24, 24, 24, 24))
+    batch, seen = torch.randn(64, 6), {}
+
+    def keep(tensor):
+        seen[tensor.untyped_storage().data_ptr()] = tensor.nbytes
+        return tensor
+
+    def watched(model, batch):
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            return loss_fn(model, batch)
+
+    with trimtab.start(model, optimizer, plan) as run:
+        run.train_step(run.window(batch), loss_fn)
+        run.train_step(run.window(batch), watched)
+    return sum(seen.values())
+
+
+@needs_compiler
+@pytest.mark.parametrize("compiled", [True, COMPILED_BLOCKS])
+def test_compiled_blocks_are_recomputed(compiled):
+    plan, blocks = Plan.fixed(64, compiled=compiled), tuple(f"blocks.{index}" for index in range(4))
+    kept = saved_bytes(plan)
+    assert saved_bytes(plan.recomputing("every_block", blocks, "asked for")) < 0.6 * kept
+
+
 @needs_compiler
 def test_each_kind_of_block_is_compiled_once_however_often_it_is_started():
     graphs = []

@@ -163,6 +163,52 @@ def test_a_kept_tensor_that_is_changed_is_an_error_and_no_wrong_gradient():
     undo()
 
 
+class MovingMean(nn.Module):
+    """Changes a buffer after an operator whose result backward recomputes from it."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.register_buffer("mean", torch.zeros(8))
+
+    def forward(self, x):
+        scaled = (x - self.mean).exp()
+        self.mean.lerp_(x.detach().mean(0), 3e-4)
+        return self.linear(scaled)
+
+
+class Exponential(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.linear((x * 2).exp())
+
+
+def test_a_small_change_of_a_tensor_first_seen_in_the_block_is_an_error():
+    """The comparison of both passes would not see a relative change of 3e-4."""
+    model = nn.Sequential(MovingMean())
+    use_schedule(model, ["0"], schedule_of("~0[]", 1))
+    with raises(ModelError, code="recompute.side_effects", field="plan.recompute"):
+        model(torch.randn(ROWS)).square().mean().backward()
+
+
+def test_a_change_of_the_blocks_input_after_the_forward_is_an_error_in_every_call():
+    """The passes are compared in calls 1, 2, 4, 8 and so on only."""
+    model = nn.Sequential(Exponential())
+    use_schedule(model, ["0"], schedule_of("~0[]", 1))
+    for call in range(3):
+        x = torch.randn(ROWS)
+        loss = model(x).square().mean()
+        if call < 2:
+            loss.backward()
+            continue
+        x.add_(1)
+        with raises(ModelError, code="recompute.side_effects", field="plan.recompute"):
+            loss.backward()
+
+
 def test_a_tensor_that_differs_when_recomputed_is_an_error():
     class Hidden(nn.Module):
         """Overwrites a result in NumPy, which torch does not see."""
