@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from trimtab.core.errors import FormatError, ModelError, OptimizerError, ValueGivenError
 from trimtab.core.stateful import Load, Stateful, require_keys
 from trimtab.measure.gradient_norms import is_sharded_itself
+from trimtab.state.object_snapshots import same_value
 from trimtab.techniques.memory_format import align_state
 from trimtab.training.window_snapshot import can_be_written
 
@@ -166,13 +167,6 @@ def _require_alike(what: str, saved: Mapping[str, str], now: Mapping[str, str]) 
             )
 
 
-def _is_same(left: Any, right: Any) -> bool:
-    """Return True for equal tensors, or for values of another type, which are compared by `==`."""
-    if isinstance(left, Tensor):
-        return torch.equal(left, right.to(left.device))
-    return bool(left == right)
-
-
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
@@ -220,17 +214,38 @@ class ModelState(Stateful):
         return self._model.state_dict()
 
     def _put(self, own: Mapping[str, Any]) -> None:
-        # Not strict: quantised layers write values that their `load_state_dict` rejects (scales of bitsandbytes).
-        rejected = self._model.load_state_dict(own, strict=False).unexpected_keys
-        now = self._own() if rejected else {}
+        try:
+            self._model.load_state_dict(own)
+        except RuntimeError:
+            keys = None
+            # Quantised layers write values that their `load_state_dict` rejects (scales of bitsandbytes).
+            with contextlib.suppress(TypeError):  # An override may lack `strict`.
+                keys = self._model.load_state_dict(own, strict=False)
+            if keys is None:  # The override returns nothing, so the names are unknown.
+                raise
+            self._require_restored(own, keys.missing_keys, keys.unexpected_keys)
+
+    def _require_restored(self, own: Mapping[str, Any], missing: Sequence[str], rejected: Sequence[str]) -> None:
+        for name in missing:
+            raise ModelError(
+                f"{self._name}: {name}",
+                got="no value in the checkpoint",
+                problem=f"The model's load_state_dict expects {name}, but the model's state_dict does not contain it.",
+                hint=f"Include {name} in the model's state_dict, or override load_state_dict to accept a state without "
+                "it.",
+                code="model.state_not_saved",
+            )
+        now = self._own()
         for name in rejected:
-            if not _is_same(now[name], own[name]):
-                problem = f"{name} differs from the checkpoint, but the model's load_state_dict does not restore it."
+            if not same_value(now[name], own[name]):
                 raise ModelError(
                     f"{self._name}: {name}",
-                    problem=problem,
-                    got="another value",
-                    hint=_SAME_MODEL,
+                    got=f"{now[name]!r:.80}",
+                    expected=f"{own[name]!r:.80}",
+                    problem=f"{name} is {now[name]!r:.80} in the model, but {own[name]!r:.80} in the checkpoint, and "
+                    "the model's load_state_dict does not restore it.",
+                    hint="Quantise the same weights with the same settings as in the saved run, or resume from another "
+                    "checkpoint.",
                     code="model.state_not_restored",
                 )
 
@@ -240,7 +255,8 @@ class ModelState(Stateful):
         Non-persistent buffers of another shape are replaced: caches may have grown or appeared since.
 
         Raises:
-            ModelError: Names, shapes or dtypes differ from the model's.
+            ModelError: Names, shapes or dtypes differ from the model's. The returned function raises this error for a
+                value that the model's `load_state_dict` does not restore.
         """
         require_keys(f"state.{self._name}", state, ("own", _HIDDEN))
         if not isinstance(state["own"], Mapping):
