@@ -99,3 +99,23 @@ def test_a_dropped_window_leaves_the_parameters_as_they_were(leave):
     getattr(run, leave)()
     run.close()
     assert all(p.grad is None and p.grad_dtype == p.dtype for p in model.parameters())
+
+
+class Zeroing(torch.optim.SGD):
+    """Keeps gradients of zero between steps."""
+
+    def zero_grad(self, set_to_none=True):
+        for parameter in self.param_groups[0]["params"]:
+            if parameter.grad is not None:
+                parameter.grad.zero_()
+
+
+def test_an_optimizer_may_keep_zeros_as_gradients():
+    trained = []
+    for kind in (torch.optim.SGD, Zeroing):
+        model, _ = loop()
+        with trimtab.start(model, kind(model.parameters(), lr=0.1), trimtab.Plan.fixed(ROWS, 16)) as run:
+            for window in run.windows([batch(), batch()]):
+                run.train_step(window, loss_fn)
+        trained.append(model.weight)
+    assert torch.equal(*trained)
