@@ -25,16 +25,12 @@ from trimtab.measure.storage_tracker import StorageTracker, WorkspaceTooLarge, m
 LossFn = Callable[[nn.Module, Any], Any]
 Autocast = Callable[[], contextlib.AbstractContextManager[Any]]
 Prepare = Callable[[nn.Module], object]
-PrepareOptimizer = Callable[[nn.Module, Optimizer], object]
+PrepareOptimizer = Callable[[Optimizer], object]
 Phase = tuple[list[int], list[int]]  # bytes held at each moment, and births (1) or deaths (-1)
 
 
 def as_it_is(model: nn.Module) -> None:
     """Leave the model unchanged."""
-
-
-def own_state(model: nn.Module, optimizer: Optimizer) -> None:
-    """Leave the optimizer's state to its step."""
 
 
 class SizeTrace(NamedTuple):
@@ -63,7 +59,7 @@ def trace_peaks(
     autocasts: Sequence[Autocast] = (contextlib.nullcontext,),
     counts_scratch: bool = False,
     prepare: Prepare = as_it_is,
-    prepare_optimizer: PrepareOptimizer = own_state,
+    prepare_optimizer: PrepareOptimizer | None = None,
 ) -> list[SizeTrace]:
     """Return peak and work of a step as functions of the micro-batch size, fitted through two sizes, for each autocast.
 
@@ -77,7 +73,7 @@ def trace_peaks(
         counts_scratch: True to add operator workspace, by running each operator that needs any once on real CPU
             tensors.
         prepare: Called with the fake copy of the model before the steps.
-        prepare_optimizer: Called with the fake copies of model and optimizer before the optimizer has state.
+        prepare_optimizer: Called with the fake copy of the optimizer before the optimizer has state.
 
     Raises:
         ModelError: The step cannot be traced, for example because it reads a tensor's value.
@@ -154,7 +150,7 @@ def _traced(
     *,
     num_micro_batches: int = 1,
     prepare: Prepare = as_it_is,
-    prepare_optimizer: PrepareOptimizer = own_state,
+    prepare_optimizer: PrepareOptimizer | None = None,
 ) -> list[TracedStep]:
     """Trace a step for every batch and autocast. All use the same copies, whose optimizer state is created once."""
     fakes, steps, storages = FakeTensors(), list[TracedStep](), StorageTracker()
@@ -163,7 +159,8 @@ def _traced(
         prepare(model)
         batches = [fakes.copy(batch) for batch, _ in runs]
         with fakes, storages:
-            prepare_optimizer(model, optimizer)
+            if prepare_optimizer is not None:
+                prepare_optimizer(optimizer)
             make_state(optimizer, storages)
             storages.counts_work = True
             for _, autocast in runs:

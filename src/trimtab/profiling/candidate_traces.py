@@ -12,7 +12,7 @@ from torch import nn
 
 from trimtab.core.errors import ModelError, TrimtabError
 from trimtab.measure.fake_tensors import kernels_of
-from trimtab.measure.memory_trace import SizeTrace, own_state, trace_peaks
+from trimtab.measure.memory_trace import SizeTrace, trace_peaks
 from trimtab.measure.storage_tracker import WorkspaceTooLarge
 from trimtab.planner.target_device_candidates import recorded_candidates
 from trimtab.plans.plan import Plan
@@ -95,7 +95,7 @@ def trace_optimizer_states(subject: TrainingLoop, plan: Plan, kinds: Sequence[st
                 subject.batching,
                 autocasts=[run.autocast],
                 counts_scratch=subject.device.type == "cpu",
-                prepare_optimizer=own_state if kind == "user" else functools.partial(use_low_bit, kind=kind),
+                prepare_optimizer=None if kind == "user" else functools.partial(use_low_bit, kind=kind),
             )
             micro_batch = run.plan.micro_batch_of(rows)
             is_whole = micro_batch >= rows and not subject.adapts_batch_size

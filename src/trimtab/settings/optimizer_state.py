@@ -39,4 +39,4 @@ class OptimizerState(Setting):
     def apply(self, loop: LiveLoop, value: Scalar) -> Undo | None:
         from trimtab.techniques.low_bit_state import use_low_bit
 
-        return use_low_bit(loop.model, loop.optimizer, str(value))
+        return use_low_bit(loop.optimizer, str(value))

@@ -8,8 +8,10 @@ Formats: `low_bit_storage`.
 
 from __future__ import annotations
 
+import contextlib
+import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any
 
 import torch
@@ -30,9 +32,17 @@ _CHUNKS = {"cpu": 2**18, "cuda": 2**22}
 # Names of the states of a parameter, and True if a state has negative values.
 _ADAM = {"exp_avg": True, "exp_avg_sq": False}
 _MOST, _MOMENTUM = "max_exp_avg_sq", "momentum_buffer"
+_STATES = _ADAM | {_MOST: False, _MOMENTUM: True}
 _CLASSES = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
 _UNCHANGED = 'Leave "optimizer_state" out of adapt, or use a plan with optimizer_state="user".'
+_HOST = torch.device("cpu")
+_ON_HOST = (
+    "The device has too little memory for the plain optimizer state, so that a part was restored in host memory. Free "
+    "device memory and call optimizer.load_state_dict(optimizer.state_dict()) before the next step."
+)
 _rounding: weakref.WeakKeyDictionary[torch.optim.Optimizer, RoundingSteps] = weakref.WeakKeyDictionary()
+# Gradients of the parameters that were stepped, hidden until the optimizer's own step ends.
+_hidden: weakref.WeakKeyDictionary[torch.optim.Optimizer, list[tuple[Tensor, Tensor]]] = weakref.WeakKeyDictionary()
 
 
 def require_low_bit(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -83,16 +93,16 @@ def require_low_bit(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         )
 
 
-def use_low_bit(model: nn.Module, optimizer: torch.optim.Optimizer, kind: str) -> Callable[[], None]:
+def use_low_bit(optimizer: torch.optim.Optimizer, kind: str) -> Callable[[], None]:
     """Store the state of all large parameters in few bits; return a function that restores plain state.
 
-    Existing state is converted and continues. Parameters added to the optimizer later keep plain state. Errors as of
-    `require_low_bit`.
+    Existing state is converted and continues. Parameters added to the optimizer later keep plain state. Undoing needs
+    memory for the plain state: state that does not fit on the device is kept in host memory, with a warning.
 
     Args:
+        optimizer: optimizer that `require_low_bit` accepts.
         kind: storage, one of `low_bit_storage.KINDS`.
     """
-    require_low_bit(model, optimizer)
     return _LowBitState(optimizer, kind).end
 
 
@@ -109,6 +119,11 @@ def bytes_saved(optimizer: torch.optim.Optimizer, kind: str) -> int:
 def rounding_steps(optimizer: torch.optim.Optimizer) -> RoundingSteps:
     """Return the counter that seeds the stochastic rounding of an optimizer with low-bit state."""
     return _rounding[optimizer]
+
+
+def drop_hidden(optimizer: torch.optim.Optimizer) -> None:
+    """Release the gradients that low-bit state hid from an optimizer step that raised."""
+    _hidden.pop(optimizer, None)
 
 
 class RoundingSteps(Stateful):
@@ -138,7 +153,6 @@ class _LowBitState:
         self._storages: dict[tuple[torch.device, bool], Storage] = {}
         self._new: set[Tensor] = set()
         self._loaded: Mapping[Tensor, Any] = {}
-        self._hidden: list[tuple[Tensor, Tensor]] = []
         self._steps = RoundingSteps()
         self._generators: dict[torch.device, torch.Generator] = {}
         self._drawn: dict[torch.device, Tensor] = {}
@@ -156,6 +170,7 @@ class _LowBitState:
             optimizer.register_load_state_dict_pre_hook(self._begin_load),
             optimizer.register_load_state_dict_post_hook(self._load),
         ]
+        vars(optimizer)["__getstate__"] = self._copied
         _rounding[optimizer] = self._steps
 
     def _storage(self, device: torch.device, *, is_signed: bool) -> Storage:
@@ -234,15 +249,26 @@ class _LowBitState:
         self._store_all()
 
     @torch.no_grad()
-    def _step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    def _step(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Step the large parameters and hide their gradients from the optimizer.
 
         If the optimizer's own step raises and is called again, these parameters are not stepped twice.
+
+        Raises:
+            OptimizerError: the step has a closure; nothing has changed.
         """
+        if kwargs.get("closure", next(iter(args[1:]), None)) is not None:  # The first argument is the optimizer.
+            raise OptimizerError(
+                "optimizer.step",
+                got="a closure",
+                expected="no closure, because large parameters are stepped before it would run",
+                hint="Call the closure first, and then optimizer.step() without it.",
+                code="optimizer_state.closure",
+            )
         # GradScaler passes the overflow flag to fused optimizers, which check it themselves.
         overflow = getattr(optimizer, "found_inf", None)
         is_applied = overflow is None or not bool(overflow)
-        self._hidden = []
+        hidden = _hidden[optimizer] = []
         for group, parameter, storages in self._parameters():
             if parameter.grad is None:
                 continue
@@ -251,7 +277,7 @@ class _LowBitState:
                     self._store(group, parameter, storages)
                 self._step_parameter(group, parameter, storages)
                 self._new.discard(parameter)
-            self._hidden.append((parameter, parameter.grad))
+            hidden.append((parameter, parameter.grad))
             parameter.grad = None
         self._drawn.clear()
         self._steps.count += is_applied
@@ -275,46 +301,75 @@ class _LowBitState:
         if step is not None:
             step += 1
 
-    def _show(self, *_: Any) -> None:
-        for parameter, gradient in self._hidden:
+    def _show(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        for parameter, gradient in _hidden.pop(optimizer, ()):
             parameter.grad = gradient
-        self._hidden = []
+
+    def _low_bit(self) -> Iterator[tuple[Tensor, dict[str, bool]]]:
+        """Yield the parameters with low-bit state, each with the stored states, and True for negative values."""
+        # By the keys: the user may have changed momentum or amsgrad since.
+        for parameter in self._large:
+            state = self._optimizer.state.get(parameter, {})
+            held = {key.partition(".")[0] for key in state if "." in key}
+            if names := {name: is_signed for name, is_signed in _STATES.items() if name in held}:
+                yield parameter, names
 
     def _save(self, optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
         """Put plain fp32 state into a new `state_dict()`, in host memory, because a GPU may have no room for it."""
         index_of = {p: i for i, p in enumerate(p for group in optimizer.param_groups for p in group["params"])}
-        for _, parameter, storages in self._parameters():
+        for parameter, names in self._low_bit():
             if parameter in self._new:
                 saved["state"].pop(index_of[parameter], None)
-            elif _is_low_bit(saved["state"].get(index_of[parameter], {}), storages):
-                plain = self._plain(parameter, storages, torch.float32)
-                saved["state"][index_of[parameter]] = {
-                    name: value.cpu() if name in storages else value for name, value in plain.items()
-                }
+            else:
+                saved["state"][index_of[parameter]] = self._plain(parameter, names, torch.float32, _HOST)
 
-    def _plain(self, parameter: Tensor, storages: Mapping[str, Storage], dtype: torch.dtype) -> dict[str, Any]:
-        """Return the state of a parameter as torch's optimizers hold it, in a given dtype."""
+    def _plain(
+        self, parameter: Tensor, names: Mapping[str, bool], dtype: torch.dtype, device: torch.device
+    ) -> dict[str, Any]:
+        """Return the state of a parameter as torch's optimizers hold it, in a given dtype and on a given device."""
         state = self._optimizer.state[parameter]
         found = {"step": state["step"]} if "step" in state else {}
-        for name, storage in storages.items():
+        for name, is_signed in names.items():
+            storage = self._storage(parameter.device, is_signed=is_signed)
             stored = tuple(state[key] for key in _keys(name, storage))
-            found[name] = torch.empty_like(parameter, dtype=dtype, requires_grad=False)
+            found[name] = torch.empty_like(parameter, dtype=dtype, device=device, requires_grad=False)
             flat = _flat(found[name])
             for begin, end in _chunks(parameter):
                 flat[begin:end] = storage.read(stored, begin, end)
         return found
 
-    def end(self) -> None:
-        """Restore plain state; state that no step has used is removed."""
-        for _, parameter, storages in self._parameters():
-            state = self._optimizer.state.get(parameter, {})
+    def _make_plain(self, states: MutableMapping[Tensor, Any]) -> None:
+        """Replace low-bit state by plain state; state that no step has used is removed."""
+        is_on_host = False
+        for parameter, names in list(self._low_bit()):
             if parameter in self._new:
-                self._optimizer.state.pop(parameter, None)
-            elif _is_low_bit(state, storages):
-                self._optimizer.state[parameter] = self._plain(parameter, storages, parameter.dtype)
-        for hook in self._hooks:
-            hook.remove()
-        _rounding.pop(self._optimizer, None)
+                states.pop(parameter, None)
+                continue
+            plain = None
+            with contextlib.suppress(torch.OutOfMemoryError):
+                plain = self._plain(parameter, names, parameter.dtype, parameter.device)
+            if plain is None:
+                plain, is_on_host = self._plain(parameter, names, parameter.dtype, _HOST), True
+            states[parameter] = plain
+        if is_on_host:
+            warnings.warn(_ON_HOST, RuntimeWarning, stacklevel=2)
+
+    def _copied(self) -> dict[str, Any]:
+        """Return the attributes that a copy or a pickle of the optimizer gets: with plain state, as it has no hooks."""
+        copied: dict[str, Any] = type(self._optimizer).__getstate__(self._optimizer)
+        copied["state"] = copied["state"].copy()
+        self._make_plain(copied["state"])
+        return copied
+
+    def end(self) -> None:
+        """Restore plain state, and remove the hooks even if this fails."""
+        try:
+            self._make_plain(self._optimizer.state)
+        finally:
+            for hook in self._hooks:
+                hook.remove()
+            vars(self._optimizer).pop("__getstate__", None)
+            _rounding.pop(self._optimizer, None)
 
 
 def _large(optimizer: torch.optim.Optimizer) -> Iterator[tuple[dict[str, Any], Tensor]]:

@@ -24,6 +24,7 @@ from trimtab.core import validation
 from trimtab.core.errors import LossError, OptimizerError
 from trimtab.core.stateful import Load, Stateful, require_keys
 from trimtab.losses import Count, checked_count
+from trimtab.techniques.low_bit_state import drop_hidden
 
 
 class WindowWeights(Stateful):
@@ -196,6 +197,7 @@ def drop_gradients(optimizer: torch.optim.Optimizer, *, between_steps: bool = Fa
     An overridden `zero_grad` is called. `between_steps` marks the point where a loop calls `zero_grad`: if the user's
     own `zero_grad` keeps gradients there, steps add up, which raises `OptimizerError`.
     """
+    drop_hidden(optimizer)
     if getattr(optimizer.zero_grad, "__func__", None) is not torch.optim.Optimizer.zero_grad:
         groups = optimizer.param_groups if between_steps else []
         before = [(p.grad, p.grad._version, p) for group in groups for p in group["params"] if p.grad is not None]

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import gc
 import itertools
 import pickle
+import weakref
 
 import pytest
 import torch
@@ -22,7 +24,7 @@ from trimtab.profiling.training_loop import TrainingLoop
 from trimtab.settings.optimizer_state import STORAGES
 from trimtab.state.peak_memory import peak_bytes, state_tensors, storage_bytes
 from trimtab.techniques.low_bit_state import bytes_saved, use_low_bit
-from trimtab.techniques.low_bit_storage import storage_of
+from trimtab.techniques.low_bit_storage import QuantizedBlocks, storage_of
 
 ROWS = 4
 LOW = STORAGES[1:]
@@ -286,13 +288,99 @@ def test_an_optimizer_that_raised_steps_each_parameter_once():
     assert torch.equal(weights(model), weights(plain))
 
 
+def test_the_gradients_of_a_step_that_raised_are_released_with_the_window():
+    model, optimizer = loop()
+    gradients = []
+
+    def fail(*_):
+        raise RuntimeError("once")
+
+    large(model).register_post_accumulate_grad_hook(lambda p: gradients.append(weakref.ref(p.grad)))
+    with trimtab.start(model, optimizer, plan_of("8bit")) as run:
+        optimizer.register_step_pre_hook(fail)
+        for micro in run.window(batches()[0]):
+            run.backward(loss_fn(run.model, micro))
+        with pytest.raises(RuntimeError, match="once"):
+            run.step()
+        run.discard()
+        gc.collect()
+        assert gradients[0]() is None
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_step_with_a_closure_is_refused_before_it_changes_anything(name):
+    model, optimizer = loop(OPTIMIZERS[name])
+    with trimtab.start(model, optimizer, plan_of("8bit")) as run:
+        train(run, batches())
+        before = fingerprint(model, optimizer)
+        for args, more in (((lambda: 0.0,), {}), ((), {"closure": lambda: 0.0})):
+            with raises(OptimizerError, code="optimizer_state.closure", field="optimizer.step"):
+                optimizer.step(*args, **more)
+        assert fingerprint(model, optimizer) == before
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda loop: pickle.loads(pickle.dumps(loop))])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_copy_of_the_optimizer_has_plain_state_and_steps(name, duplicate):
+    model, optimizer = loop(OPTIMIZERS[name])
+    with trimtab.start(model, optimizer, plan_of("8bit")) as run:
+        train(run, batches())
+        its, copied = duplicate((model, optimizer))
+        assert not optimizer.state[large(model)].keys() & copied.state[large(its)].keys() - {"step"}
+    stepped = []
+    for each, by in ((model, optimizer), (its, copied)):
+        by.zero_grad()
+        loss_fn(each, batches()[0]).backward()
+        by.step()
+        stepped.append(weights(each))
+    assert torch.equal(*stepped)
+
+
+@pytest.mark.parametrize(("name", "option", "value"), [("sgd", "momentum", 0.0), ("adam", "amsgrad", False)])
+def test_saved_and_restored_state_is_plain_after_its_option_was_switched_off(name, option, value):
+    model, optimizer = loop(OPTIMIZERS[name])
+    with trimtab.start(model, optimizer, plan_of("8bit")) as run:
+        train(run, batches(0, 1))
+        optimizer.param_groups[0].update({option: value, "nesterov": False})
+        saved = optimizer.state_dict()["state"][0]
+    plain, its = loop(OPTIMIZERS[name])
+    with trimtab.start(plain, its, plan_of("user")) as run:
+        train(run, batches(0, 1))
+    assert saved.keys() == optimizer.state[large(model)].keys() == its.state[large(plain)].keys()
+
+
+@pytest.mark.parametrize("failures", [1, 10**6])
+def test_hooks_are_removed_if_plain_state_does_not_fit(monkeypatch, failures):
+    model, optimizer = loop()
+    hooks = {key: len(held) for key, held in vars(optimizer).items() if key.endswith("hooks")}
+    run = trimtab.start(model, optimizer, plan_of("8bit"))
+    train(run, batches())
+    saved = optimizer.state_dict()["state"][0]
+    read, faults = QuantizedBlocks.read, [torch.OutOfMemoryError("the plain state")] * failures
+
+    def fail(*args):
+        if faults:
+            raise faults.pop()
+        return read(*args)
+
+    monkeypatch.setattr(QuantizedBlocks, "read", fail)
+    if failures == 1:  # The state is restored in host memory.
+        with pytest.warns(RuntimeWarning, match="host memory"):
+            run.close()
+        assert all(torch.equal(value, saved[key]) for key, value in optimizer.state[large(model)].items())
+    else:
+        with pytest.raises(torch.OutOfMemoryError):
+            run.close()
+    assert {key: len(held) for key, held in vars(optimizer).items() if key.endswith("hooks")} == hooks
+
+
 def test_small_updates_of_bf16_weights_add_up():
     """Rounded to the nearest value, a step of 1e-3 of a weight of 1 would leave the weight unchanged for ever."""
     moved = {}
     for kind in ("user", "bf16"):
         parameter = nn.Parameter(torch.ones(4096, dtype=torch.bfloat16))
         optimizer = torch.optim.SGD([parameter], lr=1e-4, momentum=0.9)
-        end = use_low_bit(nn.ParameterList([parameter]), optimizer, kind) if kind != "user" else lambda: None
+        end = use_low_bit(optimizer, kind) if kind != "user" else lambda: None
         for _ in range(40):
             parameter.grad = torch.ones_like(parameter)
             optimizer.step()
