@@ -9,7 +9,7 @@ from dataclasses import replace
 from trimtab.core.choice import MeasuredCost
 from trimtab.core.objective import Cost, Objective
 from trimtab.planner.statistics import Interval, ratio_interval
-from trimtab.planner.trial_statistics import WORTH_SAVING, saves_for_free
+from trimtab.planner.trial_statistics import saves_for_free
 from trimtab.planner.tuned_plan import PairedTrainingVerdict, ShortPair, falls_clearly
 from trimtab.plans.plan import Plan
 
@@ -31,7 +31,7 @@ def peak_reduction(plan: Plan, traced: Mapping[str, int], kind: str, saved_bytes
     whole = traced.get("user") or (None if cost is None else cost.peak_bytes)
     if not whole:
         return None
-    fewer = traced["user"] - traced[kind] if kind in traced else saved_bytes
+    fewer = traced["user"] - traced[kind] if {"user", kind} <= traced.keys() else saved_bytes
     return fewer, fewer / whole
 
 
@@ -46,7 +46,7 @@ def with_lower_peak(plan: Plan, fewer_bytes: int) -> Plan:
     return replace(plan, predicted=lowered(plan.predicted), measured=lowered(plan.measured))
 
 
-def has_worse_loss(pair: ShortPair) -> bool:
+def ends_comparison(pair: ShortPair) -> bool:
     """Return True if a pair ends the comparison: there is no target loss, or the rival needs clearly more samples."""
     return not falls_clearly(pair.stands.losses) or pair.samples_at_equal_loss < LEAST_IN_PAIR
 
@@ -70,7 +70,7 @@ def judge_smaller(
         text = f"{where}: the loss of the unchanged loop did not decrease significantly, so there is no target loss"
         return PairedTrainingVerdict(False, text, code="paired_run.no_target")
     samples = ratio_interval([max(pair.samples_at_equal_loss, 1e-3) for pair in pairs]).inverse
-    if has_worse_loss(pairs[-1]):
+    if ends_comparison(pairs[-1]):
         text = f"{where}: in pair {len(pairs)} {kind} state needed more than {1 / LEAST_IN_PAIR:.2f}x the samples to "
         return PairedTrainingVerdict(False, f"{text}the same loss", code="paired_run.worse_loss")
     steps = [pair.rival.step_s / pair.stands.step_s for pair in pairs]
@@ -90,11 +90,6 @@ def judge_smaller(
         return PairedTrainingVerdict(False, f"{text}; {why}", code="paired_run.not_worth")
     ratio = statistics.median(steps)
     return PairedTrainingVerdict(True, f"{text}; later steps were not tried", ratio, "paired_run.less_memory")
-
-
-def is_small(saved: float) -> bool:
-    """Return True if the saved fraction of the peak memory is too small for a comparison."""
-    return saved < WORTH_SAVING
 
 
 def _score_ratio(stands: Plan, objective: Objective, step: float, saved: float) -> float:

@@ -20,7 +20,8 @@ from trimtab.core.errors import ValueGivenError
 from trimtab.core.objective import Budget, Objective
 from trimtab.losses import parts_of
 from trimtab.measure.timing import synchronize
-from trimtab.planner.smaller_state import has_worse_loss, is_small, judge_smaller, peak_reduction, with_lower_peak
+from trimtab.planner.smaller_state import ends_comparison, judge_smaller, peak_reduction, with_lower_peak
+from trimtab.planner.trial_statistics import WORTH_SAVING
 from trimtab.planner.tuned_plan import (
     RatePoint,
     ShortPair,
@@ -62,12 +63,12 @@ RACED = frozenset({"optimizer", "schedule", "dropout", "optimizer_state"})
 TRAINED = RACED | {"learning_rate"}
 # Optimizers that normalise the gradient by its magnitude, from the first step on.
 _SCALE_FREE = (torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.Adamax)
-_MUON = replace(unchanged("optimizer"), value="muon", reason="raced", changed=True)
-_NONE_DROPPED = replace(unchanged("dropout"), value=0.0, reason="raced", changed=True)
+_MUON = replace(unchanged("optimizer"), value="muon", reason="compared", changed=True)
+_NONE_DROPPED = replace(unchanged("dropout"), value=0.0, reason="compared", changed=True)
 # Tried until the first is accepted. 4 bits are left to the user: they save little more than 8, with larger errors.
 _STORAGES = ("8bit", "bf16")
 _OWN_STEP = replace(unchanged("fused_optimizer"), reason="low-bit optimizer state has its own fused step")
-_LINEAR = replace(unchanged("schedule"), value="warmup_linear", reason="raced", changed=True)
+_LINEAR = replace(unchanged("schedule"), value="warmup_linear", reason="compared", changed=True)
 Say = Callable[[str], None]
 
 
@@ -373,19 +374,19 @@ def _state_raced(
     for kind in _STORAGES:
         begin = time.perf_counter()
         reduction = peak_reduction(stands, peaks, kind, bytes_saved(subject.optimizer, kind))
-        if reduction is None or is_small(reduction[1]):
+        if reduction is None or reduction[1] < WORTH_SAVING:
             known = "unknown" if reduction is None else f"lowered by {100 * reduction[1]:.2g}% only"
             why = f"{kind} state was not tried: the peak memory would be {known}"
-            lost = (*found.optimizer_state.rejected, Rejected(kind, why, "setting.not_tried"))
-            return found.having(optimizer_state=replace(found.optimizer_state, rejected=lost))
-        choice = replace(kept, value=kind, reason="raced", changed=True)
+            rejected = (*found.optimizer_state.rejected, Rejected(kind, why, "setting.not_tried"))
+            return found.having(optimizer_state=replace(found.optimizer_state, rejected=rejected))
+        choice = replace(kept, value=kind, reason="compared", changed=True)
         rival = with_lower_peak(stands, reduction[0]).having(optimizer_state=choice, fused_optimizer=_OWN_STEP)
-        pairs = short_race(subject, stands, rival, data, progress, ends=has_worse_loss)
+        pairs = short_race(subject, stands, rival, data, progress, ends=ends_comparison)
         verdict = within_limits(budget, rival, judge_smaller(pairs, stands, objective, kind, reduction[1]))
         before = found.optimizer_state.rejected
         found = adapt_setting("optimizer_state", found, rival, verdict, time.perf_counter() - begin)
-        all_lost = (*before, *found.optimizer_state.rejected)
-        found = found.having(optimizer_state=replace(found.optimizer_state, rejected=all_lost))
+        rejected = (*before, *found.optimizer_state.rejected)
+        found = found.having(optimizer_state=replace(found.optimizer_state, rejected=rejected))
         if verdict.is_gain:
             return _with_counted_peak(subject, found)
     return found
