@@ -173,7 +173,7 @@ def check_splitting(subject: TrainingLoop, precision: str = "fp32", start: LoopS
 
     The longest batch and an example batch are both checked, because a mean over tokens splits exactly if no sample is
     padded. If the whole batch does not fit in memory, the check uses the largest number of leading samples that fits.
-    The loop runs once in its own `precision`; the comparison is in fp32.
+    The loop runs once in its own `precision`. Gradients are compared without autocast, in the dtypes of the weights.
 
     Raises:
         LossError: the loss function raised, or the result is not a loss.
@@ -207,7 +207,7 @@ def _check_of_batch(subject: TrainingLoop, precision: str, start: LoopState) -> 
         except BatchError:
             rows = 0
         if rows < 2:
-            reason = "the splitting check ran out of memory in fp32, and the batch cannot be reduced further"
+            reason = "the splitting check ran out of memory, and the batch cannot be reduced further"
             return _refused("split.out_of_memory", reason)
 
 
@@ -480,8 +480,8 @@ class _WholeBatch:
             for factor in _FACTORS:
                 if found.is_rounding:
                     break
-                self._learn(self.gradient, self.pieces, factor)
-                self._learn(other, pieces, factor)
+                self._measure_rounding(self.gradient, self.pieces, factor)
+                self._measure_rounding(other, pieces, factor)
                 found = self._largest(apart)
             return found
         # A gradient near zero has a tolerance near zero, which rounding alone can exceed; such a difference is still
@@ -498,7 +498,7 @@ class _WholeBatch:
         """True if a difference exceeded the constant part of its tolerance."""
         return any(self._rounding.values())
 
-    def _learn(self, known: Gradients, pieces: Sequence[tuple[Any, int]], factor: float) -> None:
+    def _measure_rounding(self, known: Gradients, pieces: Sequence[tuple[Any, int]], factor: float) -> None:
         """Measure the rounding error of a gradient in half precision."""
         self._record(distances(known, _gradient(self.subject, pieces, self.masks, factor=factor), factor))
 

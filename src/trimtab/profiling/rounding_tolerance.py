@@ -110,7 +110,10 @@ def _ratio(error: float, limit: float) -> float:
 
 
 def low_precision(model: nn.Module) -> str:
-    """Return the name of a parameters' dtype smaller than fp32 (frozen and quantised parameters included), or ""."""
+    """Return the name of the first parameter dtype smaller than fp32, frozen and quantised parameters included.
+
+    "" if there is none.
+    """
     small = (p.dtype for p in model.parameters() if p.dtype.itemsize < torch.float32.itemsize)
     return str(next(small, "")).removeprefix("torch.")
 
