@@ -13,6 +13,7 @@ from trimtab.plans.plan import Plan
 from trimtab.settings.optimizer_state import STORAGES
 from trimtab.state.peak_memory import state_tensors, storage_bytes
 from trimtab.techniques.low_bit_state import bytes_saved
+from trimtab.techniques.low_bit_storage import QuantizedBlocks
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 every_kind = pytest.mark.parametrize("kind", STORAGES[1:])
@@ -79,3 +80,25 @@ def test_a_step_takes_no_fp32_state_at_once():
         torch.cuda.empty_cache()
     # 134M parameters: 1.07 GB of fp32 state, 0.27 GB in 8 bits, and about 0.2 GB for the chunks of a step.
     assert peaks["user"] - peaks["8bit"] > 0.5 * 2**30
+
+
+def test_state_that_does_not_fit_is_kept_in_host_memory(monkeypatch):
+    model, optimizer = loop()
+    run = trimtab.start(model, optimizer, Plan.fixed(64, optimizer_state="8bit"))
+    batch = torch.randn(64, 512).cuda()
+    run.train_step(run.window(batch), loss_fn)
+    read, faults = QuantizedBlocks.read, [torch.OutOfMemoryError("the plain state")]
+
+    def fail(*args):
+        if faults:
+            raise faults.pop()
+        return read(*args)
+
+    monkeypatch.setattr(QuantizedBlocks, "read", fail)
+    with pytest.warns(RuntimeWarning, match="host memory"):
+        run.close()
+    devices = {value.device.type for state in optimizer.state.values() for value in state.values() if value.dim()}
+    assert devices == {"cpu", "cuda"}
+    optimizer.load_state_dict(optimizer.state_dict())  # As the warning advises.
+    loss_fn(model, batch).backward()
+    optimizer.step()
