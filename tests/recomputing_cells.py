@@ -79,7 +79,7 @@ RANK = """
     def check_swapped(model, text):
         # A schedule that is not applied would pass all that follows.
         inner = model.module if how == "ddp" else model
-        swapped = [index for index, each in enumerate(inner.blocks) if "_trimtab_part" in vars(each)]
+        swapped = [index for index, each in enumerate(inner.blocks) if "_trimtab_call" in vars(each)]
         recomputing = [] if text is None else [0, 1] if text == "((0) 1) 2 3" else list(range(L))
         assert swapped == recomputing, (swapped, text)
 

@@ -15,6 +15,7 @@ from trimtab.settings.fused_optimizer import FusedOptimizer
 from trimtab.settings.loss_chunk import LossChunk
 from trimtab.settings.memory_layout import MemoryLayout
 from trimtab.settings.micro_batch import MicroBatch
+from trimtab.settings.offload import Offload
 from trimtab.settings.optimizer import OptimizerKind
 from trimtab.settings.optimizer_state import OptimizerState
 from trimtab.settings.precision import Precision
@@ -36,6 +37,7 @@ SETTINGS: Mapping[str, Setting] = {
         StepInBackward(),
         LossChunk(),
         Recompute(),
+        Offload(),
         CompiledModel(),
         *SHARDING,
         Dropout(),

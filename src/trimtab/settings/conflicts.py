@@ -110,6 +110,22 @@ def _needs_plain_state(name: str, example: Scalar, allowed: tuple[Scalar, ...], 
     )
 
 
+def _keeps_tensors(name: str, example: Scalar, is_set: Callable[[Values], bool], reason: str) -> Conflict:
+    """Return the conflict of activation offload with a value that itself decides what a forward saves."""
+    return Conflict(
+        ("offload", name),
+        holds=lambda values: values["offload"] is not None and is_set(values),
+        error=lambda values: {
+            "got": f"{values['offload']} with {name}={values[name]!r}",
+            "expected": f"None, or another {name}",
+            "problem": f"plan.offload={values['offload']} does not support {name}={values[name]!r}: {reason}.",
+            "hint": f"Set offload=None, or {name}={SETTINGS[name].default!r}.",
+            "code": f"offload.{name}",
+        },
+        example={"offload": 2, name: example},
+    )
+
+
 CONFLICTS = (
     Conflict(
         ("warmup_fraction", "schedule"),
@@ -140,6 +156,15 @@ CONFLICTS = (
     _needs_plain_state("zero_stage", 1, (None, 0), "the shards of the state are not converted"),
     _needs_plain_state("optimizer", "muon", ("user",), "the momentum of Muon is not converted"),
     _needs_plain_state("fused_optimizer", True, (False,), "parameters with low-bit state always take the fused step"),
+    _keeps_tensors(
+        "recompute", "every_block", partial(_is_changed, "recompute"), "recomputed blocks save no activations"
+    ),
+    _keeps_tensors(
+        "compiled", CUDA_GRAPHS, partial(_is_changed, "compiled"), "compiled and captured code fixes its saved tensors"
+    ),
+    _keeps_tensors(
+        "zero_stage", 3, lambda values: values["zero_stage"] == 3, "weights are gathered and freed within a step"
+    ),
     _needs_stage("engine", "deepspeed"),
     _needs_stage("reduce_dtype", "bf16"),
     _needs_stage("bucket_bytes", 1024),

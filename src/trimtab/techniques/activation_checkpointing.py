@@ -1,10 +1,9 @@
 """Activation checkpointing of a model's blocks by a schedule, applied in place and reversible.
 
-The class of a block is replaced by a subclass whose forward goes through `torch.utils.checkpoint` (non-reentrant).
-Parameter names, state and `isinstance` checks are unaffected, and a copy of the model is a plain model. The first block
-of a multi-block segment runs the whole segment; the following blocks, called in turn by the model's own code, return
-the segment's result after checking that their input is that result. A block kept in part does not go through
-`torch.utils.checkpoint`: see `techniques.operator_recomputation`.
+The forward of a block goes through `torch.utils.checkpoint` (non-reentrant), see `techniques.replaced_forwards`. The
+first block of a multi-block segment runs the whole segment; the following blocks, called in turn by the model's own
+code, return the segment's result after checking that their input is that result. A block kept in part does not go
+through `torch.utils.checkpoint`: see `techniques.operator_recomputation`.
 """
 
 from __future__ import annotations
@@ -36,6 +35,7 @@ from trimtab.techniques.operator_recomputation import (
     keep_operators,
     selective_contexts,
 )
+from trimtab.techniques.replaced_forwards import call_of, is_replaced, own_class, replace_forwards
 
 # Comparison of a recomputed forward with the original forward.
 
@@ -256,7 +256,6 @@ class _SavedBuffers:
                 module._buffers.update(buffers)
 
 
-_PART = "_trimtab_part"
 # Attribute names under which DistributedDataParallel and torch.compile hold the wrapped model.
 _WRAPPED = {"module", "_orig_mod"}
 _WITHOUT = "Use a plan with recompute=None."
@@ -281,7 +280,7 @@ def use_schedule(model: nn.Module, blocks: Sequence[str], schedule: Schedule) ->
     if len({id(modules[index]) for index, _ in swaps}) < len(swaps):
         raise _refused("Two entries of the recomputation schedule are the same module.", "recompute.block_repeated")
     heads = [part for _, part in swaps if isinstance(part, _Head)]
-    plain = [(modules[index], type(modules[index])) for index, _ in swaps]
+    restore = replace_forwards([modules[index] for index, _ in swaps], [part for _, part in swaps])
     hooks: list[Any] = []
     if heads:
         hooks = [model.register_forward_pre_hook(_Begins(heads)), model.register_forward_hook(_Ends(heads))]
@@ -289,21 +288,8 @@ def use_schedule(model: nn.Module, blocks: Sequence[str], schedule: Schedule) ->
     def undo() -> None:
         for hook in hooks:
             hook.remove()
-        for module, kind in plain:
-            # Skip blocks whose class the user replaced since.
-            now = type(module)
-            if issubclass(now, _Swapped) and now.__mro__[2] is kind:
-                module.__class__ = kind
-            module.__dict__.pop(_PART, None)
+        restore()
 
-    try:
-        for index, part in swaps:
-            kind = _swapped(type(modules[index]))  # type: ignore[arg-type]  # a class is hashable
-            modules[index].__dict__[_PART] = part
-            modules[index].__class__ = kind
-    except BaseException:  # A class that cannot be subclassed, or Ctrl-C after some blocks were replaced.
-        undo()
-        raise
     return undo
 
 
@@ -313,7 +299,7 @@ def survey_operators(model: nn.Module, blocks: Sequence[str], step: Callable[[],
     surveys = [OperatorSurvey() for _ in blocks]
     try:
         for name, survey in zip(blocks, surveys, strict=True):
-            vars(model.get_submodule(name))[_PART].survey = survey
+            call_of(model.get_submodule(name)).survey = survey
         step()
     finally:
         undo()
@@ -339,7 +325,7 @@ class _Ends(_Begins):
 
     def __call__(self, *_: Any) -> None:
         if missed := [module for head in self._heads for module in head.left]:
-            name = type(missed[0]).__mro__[2].__name__
+            name = own_class(missed[0]).__name__
             raise _broken(f"The model's forward did not call {name}, a block of a recomputed segment.")
 
 
@@ -424,7 +410,7 @@ def _broken(problem: str) -> ModelError:
 def _check(name: str, module: nn.Module) -> None:
     if isinstance(module, torch.jit.ScriptModule):
         raise _refused(f"The block {name} is a TorchScript module, which cannot be recomputed.", "recompute.scripted")
-    if isinstance(module, _Swapped):
+    if is_replaced(module):
         problem = f"The block {name} is recomputed already, by another run or an earlier call."
         raise _refused(problem, "recompute.in_use")
     if "forward" in vars(module):
@@ -461,30 +447,6 @@ def _check_hooks(modules: Sequence[nn.Module]) -> None:
                 hint="Remove the hooks, or use a schedule whose segments have one block each.",
                 code="recompute.hooks",
             )
-
-
-class _Swapped:
-    """Mixin placed before a block's own class in the method resolution order."""
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        part: _Alone | _InPart | _Head | _Follower = self.__dict__[_PART]
-        return part.run(self, super().forward, args, kwargs)  # type: ignore[misc]
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        reduced: Any = super().__reduce_ex__(max(2, protocol))
-        _, (kind, *others), *rest = reduced
-        if rest and isinstance(rest[0], dict):
-            rest[0] = {name: value for name, value in rest[0].items() if name != _PART}
-        return _plain, (type(self).__mro__[2] if kind is type(self) else kind, *others), *rest
-
-
-def _plain(kind: type[nn.Module], *others: Any) -> nn.Module:
-    return kind.__new__(kind, *others)
-
-
-@functools.cache
-def _swapped(plain: type[nn.Module]) -> type[nn.Module]:
-    return type(plain.__name__, (_Swapped, plain), {"__module__": plain.__module__, "__qualname__": plain.__qualname__})
 
 
 class _Alone:
@@ -571,7 +533,7 @@ class _Head:
         Raises:
             ModelError: the block is out of order, its arguments differ, or grad mode or autocast changed.
         """
-        name = type(module).__mro__[2].__name__
+        name = own_class(module).__name__
         if not self.left or self.left[0] is not module:
             raise _broken(f"The model's forward called {name}, a block of a recomputed segment, out of order.")
         if not args or args[0] is not self.made or not same_arguments((args[1:], kwargs), self._given):

@@ -237,7 +237,7 @@ def test_names_state_and_class_stay_and_all_is_put_back():
     assert list(model.state_dict()) == state
     undo()
     assert [(name, type(module)) for name, module in model.named_modules()] == before
-    assert not any("_trimtab_part" in vars(module) for module in model.modules())
+    assert not any("_trimtab_call" in vars(module) for module in model.modules())
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
