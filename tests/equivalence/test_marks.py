@@ -27,6 +27,7 @@ STEPS = 3
 # Examples that this machine cannot run.
 MISSING = set() if process_state.can_retain() else {"allocator"}
 MISSING |= set() if shutil.which("g++") else {"compiled"}
+MISSING |= {"offload"}  # These loops train on a CPU; see tests/gpu/test_offload_on_cuda.py.
 # Settings by which several ranks share a model: tests/distributed compares each of them with one process.
 SHARED = {setting.name for setting in SHARDING}
 CHANGES = {name: setting.examples for name, setting in SETTINGS.items() if name not in SHARED | MISSING}
