@@ -163,7 +163,7 @@ CONFLICTS = (
         "compiled", CUDA_GRAPHS, partial(_is_changed, "compiled"), "compiled and captured code fixes its saved tensors"
     ),
     _keeps_tensors(
-        "zero_stage", 3, lambda values: values["zero_stage"] == 3, "weights are gathered and freed within a step"
+        "zero_stage", 3, lambda values: values["zero_stage"] in (2, 3), "gathered weights would be moved as activations"
     ),
     _needs_stage("engine", "deepspeed"),
     _needs_stage("reduce_dtype", "bf16"),

@@ -329,6 +329,7 @@ def test_a_cpu_is_refused_before_anything_changes():
         ({"recompute": "every_block"}, "offload.recompute"),
         ({"compiled": "cuda_graphs"}, "offload.compiled"),
         ({"compiled": "compiled_blocks"}, "offload.compiled"),
+        ({"zero_stage": 2}, "offload.zero_stage"),
         ({"zero_stage": 3}, "offload.zero_stage"),
     ],
 )
