@@ -16,18 +16,20 @@ class LateCopies:
         log: calls, by number of the copy.
         errors: device memory that was freed before the compute stream waited for its copy.
         num_buffers: number of allocated host buffers.
+        num_bytes: bytes copied to the host.
     """
 
     def __init__(self, *, is_late: bool = True) -> None:
         self.device = torch.device("cpu")
         self.log: list[str] = []
         self.errors: list[str] = []
-        self.num_buffers = 0
+        self.num_buffers = self.num_bytes = 0
         self._is_late, self._queue = is_late, list[tuple[int, bool, Tensor]]()
         self._devices: list[weakref.ref[Tensor]] = []
         self._waited: set[int] = set()
 
     def to_host(self, source: Tensor, host: Tensor) -> int:
+        self.num_bytes += source.numel()
         return self._begin("to_host", source, host)
 
     def to_device(self, host: Tensor, num_bytes: int) -> tuple[Tensor, int]:

@@ -15,6 +15,8 @@ from torch.nn import functional as F
 import trimtab
 from trimtab.core.errors import ModelError, ValueGivenError
 from trimtab.core.recompute_schedule import schedule_of
+from trimtab.measure.block_memory import trace_stages
+from trimtab.measure.blocks import blocks_of
 from trimtab.plans.plan import Plan
 from trimtab.techniques import activation_offload
 from trimtab.techniques.activation_checkpointing import use_schedule
@@ -121,6 +123,22 @@ def test_copies_run_beside_the_next_block_and_waits_come_as_late_as_possible():
     backward = ["backward 3", "to_device 3", "to_device 4", "backward 2", "to_device 5", "backward 1"]
     assert log == [*forward, *backward, "wait 3", "wait 4", "backward 0", "wait 5"]
     undo()
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_traced_bytes_of_the_blocks_are_the_bytes_that_are_copied(name):
+    make, shape = MODELS[name]
+    model, batch, transfers = make(), torch.randn(shape), LateCopies()
+
+    def loss_fn(model, batch):
+        return model(batch).square().mean()
+
+    blocks = blocks_of(model, loss_fn, batch)
+    stages = trace_stages(model, loss_fn, batch, blocks, drops=False, twice=False).first.stages
+    use_offload(model, 3, transfers, least_bytes=1)
+    loss_fn(model, batch).backward()
+    # The trace counts the batch as held before the first block.
+    assert transfers.num_bytes == sum(stage.saved_bytes for stage in stages[:3]) + batch.nbytes * (name != "attention")
 
 
 def test_small_storages_parameters_and_later_blocks_stay_on_the_device():
