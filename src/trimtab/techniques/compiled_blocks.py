@@ -29,6 +29,8 @@ def repeated_blocks(model: nn.Module) -> _Groups:
     Kinds with a single block belong to the result too, for example the first blocks of the stages of a ResNet. If no
     block repeats, the blocks inside of them are returned, for example the layers of an encoder and of a decoder.
     """
+    if isinstance(model, torch.jit.ScriptModule):  # Has no modules by name.
+        return {}
     groups: _Groups = {}
     blocks = [model.get_submodule(name) for name in find_blocks(model)]
     for block in blocks:
