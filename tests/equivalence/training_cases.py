@@ -52,6 +52,12 @@ def wide_mlp() -> nn.Module:
     return nn.Sequential(nn.Linear(6, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 4))
 
 
+def named_mlp() -> nn.Module:
+    model = nn.Sequential()
+    model.body, model.head = nn.Sequential(nn.Linear(6, 16), nn.Tanh()), nn.Linear(16, 4)
+    return model
+
+
 def dropout_mlp() -> nn.Module:
     return nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Dropout(0.4), nn.Linear(16, 4))
 

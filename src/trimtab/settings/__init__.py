@@ -11,6 +11,7 @@ from trimtab.settings.batch_policy import BatchPolicy
 from trimtab.settings.clip_norm import ClipNorm
 from trimtab.settings.compiled import CompiledModel
 from trimtab.settings.dropout import Dropout
+from trimtab.settings.fp32_modules import Fp32Modules
 from trimtab.settings.fused_optimizer import FusedOptimizer
 from trimtab.settings.loss_chunk import LossChunk
 from trimtab.settings.memory_layout import MemoryLayout
@@ -31,6 +32,7 @@ SETTINGS: Mapping[str, Setting] = {
     for setting in (
         MicroBatch(),
         Precision(),
+        Fp32Modules(),
         MemoryLayout(),
         Allocator(),
         FusedOptimizer(),

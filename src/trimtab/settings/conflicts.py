@@ -10,6 +10,7 @@ from typing import Any
 from trimtab.core.choice import CUDA_GRAPHS, Scalar, is_recorded
 from trimtab.core.errors import ValueGivenError
 from trimtab.settings import IN_STEP, SETTINGS
+from trimtab.settings.precision import HALF
 from trimtab.settings.sharding import KEPT, stages_with
 
 Values = Mapping[str, Any]
@@ -127,6 +128,19 @@ def _keeps_tensors(name: str, example: Scalar, is_set: Callable[[Values], bool],
 
 
 CONFLICTS = (
+    Conflict(
+        ("fp32_modules", "precision"),
+        holds=lambda values: values["fp32_modules"] is not None and values["precision"] not in HALF,
+        error=lambda values: {
+            "got": f"{values['fp32_modules']!r} with precision={values['precision']!r}",
+            "expected": "None, or precision 'bf16' or 'fp16'",
+            "problem": f"plan.fp32_modules={values['fp32_modules']!r} has no effect with "
+            f"precision={values['precision']!r}, because the model does not run under autocast.",
+            "hint": "Set fp32_modules=None, or precision='bf16'.",
+            "code": "fp32_modules.no_autocast",
+        },
+        example={"fp32_modules": "head"},
+    ),
     Conflict(
         ("warmup_fraction", "schedule"),
         holds=lambda values: values["warmup_fraction"] is not None and values["schedule"] == "user",

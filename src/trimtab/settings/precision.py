@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 # A precision with slower matrix products than this multiple of fp32's is not tried: it would only add casts.
 SCREEN = 1.2
+HALF = ("bf16", "fp16")  # Precisions under autocast.
 
 
 class Precision(Setting):
@@ -79,4 +80,7 @@ def precision_refusal(device: DeviceSpec, precision: str) -> Note | None:
 def in_place(plan: Plan, name: str, reason: str) -> Plan:
     """Return a plan with its precision replaced."""
     choice = Choice(name, f"replaces {plan.precision.value}, because {reason}", Effect.ROUNDING, changed=True)
-    return plan.having(precision=choice)
+    if name in HALF or plan.fp32_modules.value is None:
+        return plan.having(precision=choice)
+    whole = Choice(None, f"no effect in {name}, because {reason}", Effect.ROUNDING)
+    return plan.having(precision=choice, fp32_modules=whole)

@@ -373,7 +373,7 @@ def _blocks_of(model: nn.Module, named: tuple[str, ...]) -> tuple[nn.Module, tup
                 code="recompute.no_blocks",
             )
         return model, blocks
-    for root in _roots(model):
+    for root in wrapped_models(model):
         known = {name for name, _ in root.named_modules()}
         if known.issuperset(named):
             return root, named
@@ -387,12 +387,12 @@ def _blocks_of(model: nn.Module, named: tuple[str, ...]) -> tuple[nn.Module, tup
     )
 
 
-def _roots(model: nn.Module) -> Iterator[nn.Module]:
+def wrapped_models(model: nn.Module) -> Iterator[nn.Module]:
     """Yield a model and the models that it wraps, since the plan may have been made before wrapping."""
     yield model
     children = dict(model.named_children())
     if len(children) == 1 and (inner := next(map(children.get, _WRAPPED & children.keys()), None)) is not None:
-        yield from _roots(inner)
+        yield from wrapped_models(inner)
 
 
 def _refused(problem: str, code: str) -> ModelError:

@@ -18,7 +18,11 @@ from trimtab.settings.conflicts import CONFLICTS
 
 every_setting = pytest.mark.parametrize("setting", SETTINGS.values(), ids=SETTINGS)
 # Settings that only exist with another one, and plans that have it.
-BESIDE = {"warmup_fraction": {"schedule": "warmup_cosine"}, "powersgd_rank": {"zero_stage": 0}}
+BESIDE = {
+    "warmup_fraction": {"schedule": "warmup_cosine"},
+    "fp32_modules": {"precision": "bf16"},
+    "powersgd_rank": {"zero_stage": 0},
+}
 BESIDE |= {name: {"zero_stage": 2} for name in ("engine", "reduce_dtype", "reduces_once")}
 BESIDE |= {"bucket_bytes": {"zero_stage": 1}}
 ALL_TYPES = (object(), [], -1, 1.5, "no such value", None, True)

@@ -1,0 +1,148 @@
+"""Per-layer precision: modules whose forward stays in fp32 in a plan with bf16 or fp16 (paper, section VI).
+
+Set by hand. Modules are named as in `model.named_modules()`. Only the forward of a module is affected: functions that
+read its weights, as `nn.MultiheadAttention` does with its `out_proj`, run in the precision of their caller.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+import warnings
+from typing import TYPE_CHECKING
+
+from trimtab.core.choice import Effect, Scalar
+from trimtab.core.errors import FormatError, ModelError
+from trimtab.settings.base import LiveLoop, Setting, Undo
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from trimtab.plans.plan import Plan
+
+_NAMES = re.compile(r"[^\s,]+(\s*,\s*[^\s,]+)*")
+
+
+class Fp32Modules(Setting):
+    """Modules whose forward disables autocast and converts half-precision arguments to fp32."""
+
+    name = "fp32_modules"
+    title = "modules in fp32"
+    default = None
+    effect = Effect.ROUNDING
+    summary = "Modules whose forward runs in fp32, while the rest of the model runs under autocast to bf16 or fp16."
+    values = "names of modules, separated by commas, or None"
+    examples = ("head", "body.0,head")
+
+    def check(self, value: Scalar, plan: Plan) -> None:
+        if value is not None and not (isinstance(value, str) and _NAMES.fullmatch(value)):
+            raise FormatError(self.field, got=repr(value), expected=self.values)
+
+    def label(self, value: Scalar) -> str:
+        return "" if value is None else f"{value} in fp32"
+
+    def value_text(self, value: Scalar) -> str:
+        return "none" if value is None else str(value)
+
+    def phrase(self, value: Scalar) -> str:
+        return "all modules in one precision" if value is None else f"{value} in fp32"
+
+    def require(self, loop: LiveLoop, value: Scalar) -> None:
+        require_fp32_modules(loop, str(value))
+
+    def apply(self, loop: LiveLoop, value: Scalar) -> Undo | None:
+        from trimtab.techniques.fp32_forward import run_in_fp32
+
+        named = named_modules(loop.model, str(value))
+        uses, restore = run_in_fp32(list(named.values()), loop.device.type)
+        stepped: list[bool] = []
+        hook = loop.optimizer.register_step_post_hook(lambda *_: stepped.append(True) if not stepped else None)
+
+        def undo() -> None:
+            hook.remove()
+            restore()
+            unused = [name for name, use in zip(named, uses, strict=True) if not use.is_used]
+            if unused and stepped and not loop.plan.compiled.value:  # Compiled code does not record its calls.
+                warnings.warn(
+                    f"plan.fp32_modules had no effect on {', '.join(unused)}, whose forward was not called under "
+                    "autocast.",
+                    UserWarning,
+                    stacklevel=2,
+                )
+
+        return undo
+
+
+def named_modules(model: nn.Module, names: str) -> dict[str, nn.Module]:
+    """Return the named modules of a model, or of the model that it wraps, without duplicates.
+
+    Raises:
+        ModelError: a name is unknown.
+    """
+    from trimtab.techniques.activation_checkpointing import wrapped_models
+
+    wanted = list(dict.fromkeys(name.strip() for name in names.split(",")))
+    for root in wrapped_models(model):
+        known = dict(root.named_modules(remove_duplicate=False))
+        if all(name in known for name in wanted):
+            found = {id(known[name]): name for name in reversed(wanted)}
+            return {name: known[name] for name in wanted if found[id(known[name])] == name}
+    missing = next(name for name in wanted if name not in known)
+    nearest = difflib.get_close_matches(missing, filter(None, known), n=1) or [name for name in known if name][:1]
+    raise ModelError(
+        "plan.fp32_modules",
+        got=f"{missing!r}, which {type(model).__name__} does not have",
+        expected="names in model.named_modules()",
+        hint=f"Use another name, such as {nearest[0]!r}, or None." if nearest else "Use a plan with fp32_modules=None.",
+        code="fp32_modules.unknown",
+    )
+
+
+def require_fp32_modules(loop: LiveLoop, names: str) -> None:
+    """Raise `ModelError` if a named module does not exist or cannot run in fp32."""
+    named = named_modules(loop.model, names)
+    for name, module in named.items():
+        if (found := _obstacle(module)) is not None:
+            problem, hint, code = found
+            text = f"plan.fp32_modules names the module {name}, {problem}."
+            raise ModelError("plan.fp32_modules", problem=text, hint=hint, code=f"fp32_modules.{code}")
+    _refuse_deferred_head(loop, named)
+
+
+def _obstacle(module: nn.Module) -> tuple[str, str, str] | None:
+    """Return the problem, the remedy and the code if a module cannot run in fp32."""
+    import torch
+    from torch import nn
+
+    from trimtab.techniques.fp32_forward import InFp32
+
+    without = "Leave it out, or use a plan with fp32_modules=None."
+    if isinstance(module, InFp32):
+        return "which another run uses", "Close the other run first.", "in_use"
+    if isinstance(module, torch.jit.ScriptModule):
+        return "which is a TorchScript module, whose forward cannot be replaced", without, "scripted"
+    if "forward" in vars(module):
+        return "whose forward was replaced on the instance", without, "forward_replaced"
+    if type(module).forward is nn.Module.forward:
+        return "a container without a forward", "Name the modules in it.", "no_forward"
+    half = next((p.dtype for p in module.parameters() if p.is_floating_point() and p.itemsize < 4), None)
+    if half is not None:
+        hint = "Convert its weights to fp32 with module.float(), or use a plan with fp32_modules=None."
+        return f"whose weights are in {str(half).removeprefix('torch.')}", hint, "half_weights"
+    return None
+
+
+def _refuse_deferred_head(loop: LiveLoop, named: dict[str, nn.Module]) -> None:
+    """Raise `ModelError` for a plain head with chunks: its product is computed in the loss, after its forward."""
+    from trimtab.settings.loss_chunk import plain_head
+
+    if loop.plan.loss_chunk.value is None or (head := plain_head(loop.model)) is None:
+        return
+    if any(head is each for module in named.values() for each in module.modules()):
+        raise ModelError(
+            "plan.fp32_modules",
+            problem="plan.fp32_modules names the model's last layer, whose logits plan.loss_chunk computes in the "
+            "loss, in half precision.",
+            hint="Use trimtab.nn.LossHead as the last layer, or a plan with loss_chunk=None.",
+            code="fp32_modules.loss_chunk",
+        )
