@@ -14,6 +14,7 @@ order); otherwise dropout is disabled in both.
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import math
 import warnings
@@ -28,7 +29,8 @@ from trimtab.core.choice import Proof, RefusedByProof, SplitCheck
 from trimtab.planner.plan_choice import chosen_candidate
 from trimtab.plans.profile import Candidate, Profile, ProvedCandidate
 from trimtab.profiling.gradient_equivalence import other_values
-from trimtab.profiling.measurement_notes import describe
+from trimtab.profiling.measurement_notes import Notes, describe
+from trimtab.profiling.precision_error import INACCURATE, MOST_ERROR, GradientError, advice
 from trimtab.profiling.random_masks import drawing_modules, dropout_off
 from trimtab.profiling.rounding_tolerance import (
     Difference,
@@ -43,8 +45,10 @@ from trimtab.profiling.rounding_tolerance import (
 )
 from trimtab.profiling.training_loop import TrainingLoop, own_loss
 from trimtab.settings import SEARCHED
+from trimtab.settings.precision import HALF
 from trimtab.state.loop_state import LoopState
 from trimtab.state.object_snapshots import host_copy
+from trimtab.techniques.fp32_forward import run_in_fp32
 from trimtab.training.accumulation import or_one
 from trimtab.training.out_of_memory import is_out_of_memory
 
@@ -109,11 +113,10 @@ def prove(
     state = start or LoopState(subject.trained, subject.optimizer, loss_fn=own_loss(subject.loss_fn))
     while True:
         try:
-            own = _scaled(reference, subject.rows, samples).micro_batch
+            own = _scaled(reference, subject.rows, samples)
             tried = _scaled(candidate, subject.rows, samples)
             try:
-                smaller = subject if samples >= subject.rows else replace(subject.first(samples), example=None)
-                return _prove(smaller, tried, own, changed, state)
+                return _prove(_first(subject, samples), tried, own, changed, state)
             finally:
                 state.restore()
         except Exception as error:
@@ -157,9 +160,16 @@ def _changed(candidate: Candidate, reference: Candidate) -> tuple[str, ...]:
 
 
 def with_proof(
-    subject: TrainingLoop, profile: Profile, progress: Callable[[str], None], start: LoopState
+    subject: TrainingLoop,
+    profile: Profile,
+    progress: Callable[[str], None],
+    start: LoopState,
+    notes: Notes | None = None,
 ) -> tuple[Profile, bool]:
     """Prove the candidate that a profile's plan would choose; state is restored.
+
+    Args:
+        notes: receives the modules whose forward in fp32 would make a refused precision accurate.
 
     Returns:
         The profile with the result, and True if the search is over. After a failed proof, the settings that caused it
@@ -188,6 +198,11 @@ def with_proof(
             # A loop that is NaN without any setting cannot prove any; the cause is not searched for.
             if proof.code != _NON_FINITE or prove(subject, reference, reference, step_s, start).code != _NON_FINITE:
                 causes = refuted_settings(subject, candidate, reference, step_s, start)
+    if notes is not None and "precision" in causes and proof.code in (INACCURATE, _NON_FINITE):
+        what = f"the modules that make {candidate.precision} inaccurate were not measured"
+        measure = functools.partial(_advice_on_precision, subject, candidate, reference, step_s, start)
+        if text := notes.attempt("precision.not_measured", what, measure, ""):
+            notes.record("precision.fp32_modules", text)
     refused = [
         RefusedByProof(
             name,
@@ -212,6 +227,11 @@ def _samples(rows: int, candidate: Candidate, step_s: float | None) -> int:
     return min(rows, max(4, math.ceil(rows / 4)))
 
 
+def _first(subject: TrainingLoop, samples: int) -> TrainingLoop:
+    """Return a training loop on the first samples of its batch."""
+    return subject if samples >= subject.rows else replace(subject.first(samples), example=None)
+
+
 def _scaled(candidate: Candidate, rows: int, samples: int) -> Candidate:
     """Return a candidate for fewer samples that are split and chunked in the same proportions as the batch."""
     if samples == rows:
@@ -226,7 +246,7 @@ def _scaled(candidate: Candidate, rows: int, samples: int) -> Candidate:
 
 
 def _prove(
-    subject: TrainingLoop, candidate: Candidate, own_pieces: int, changed: tuple[str, ...], start: LoopState
+    subject: TrainingLoop, candidate: Candidate, reference: Candidate, changed: tuple[str, ...], start: LoopState
 ) -> Proof:
     found: list[tuple[Difference, int]] = []
     precisions: list[str] = []
@@ -237,7 +257,7 @@ def _prove(
     drawing = set[nn.Module]()
     with contextlib.suppress(Exception):  # The unchanged loop fails too, and that error is reported.
         drawing = drawing_modules(subject.trained, subject.loss)
-    for precision, tried, pieces, drops in _comparisons(subject, candidate, own_pieces):
+    for precision, tried, pieces, drops in _comparisons(subject, candidate, reference.micro_batch):
         steps = _TwoSteps(subject, start, batches, precision, tried, pieces, drops, drawing)
         proof = _compared(steps, changed)
         unusable = isinstance(proof, Proof) and proof.code in ("proof.baseline_failed", _NON_FINITE)
@@ -260,6 +280,11 @@ def _prove(
         precisions.append(precision)
     if not found:
         return Proof(False, "your loop failed in every precision of the comparison", "proof.baseline_failed", changed)
+    if candidate.precision in HALF and reference.precision not in HALF:
+        error = _HalfGradient(steps, reference.precision).error()
+        if not error.is_rounding:
+            reason = error.text(candidate.precision, reference.precision)
+            return Proof(False, reason, INACCURATE, changed, worst=error.ratio)
     largest = max((difference for difference, _ in found), key=lambda each: each.ratio)
     tensors = found[0][1]
     names = tuple(dict.fromkeys(precisions))
@@ -390,6 +415,60 @@ def _compared(steps: _TwoSteps, changed: tuple[str, ...]) -> tuple[Difference, i
         f"which is {difference.ratio:.2g} times the tolerance"
     )
     return Proof(False, reason, "proof.differs", changed, worst=difference.ratio)
+
+
+class _HalfGradient:
+    """Gradient of the unchanged loop in half precision, compared with the gradient in the loop's own precision."""
+
+    def __init__(self, steps: _TwoSteps, precision: str) -> None:
+        self._steps = replace(steps, batches=steps.batches[:1], drops=False, start_seed=0)
+        self._precision = precision
+        self._expected = self._steps.copies(self._own)
+        self._size = total(norms(self._expected["gradients"]))
+
+    def _own(self, see: _See) -> None:
+        _plain_steps(self._steps.subject, self._steps.batches, self._precision, self._steps.pieces, see)
+
+    def _relative(self, loop: _Loop, *, moves: bool = False) -> float:
+        found = total(self._steps.apart(self._expected, loop, moves=moves)["gradients"])
+        if not math.isfinite(found):
+            return math.inf
+        return found / self._size if self._size else 0.0  # A loop without a gradient has nothing to compare.
+
+    def error(self) -> GradientError:
+        """Return the error, and the effect of rounding the weights if the error is large."""
+        relative = self.relative_with(())
+        return GradientError(relative, self._relative(self._own, moves=True) if relative > MOST_ERROR else 0.0)
+
+    def relative_with(self, modules: Sequence[nn.Module]) -> float:
+        """Return the error with some modules in fp32, as a fraction of the gradient's norm."""
+
+        def half(see: _See) -> None:
+            _, undo = run_in_fp32(modules, self._steps.subject.device.type)
+            try:
+                self._steps.plain(see)
+            finally:
+                undo()
+
+        return self._relative(half)
+
+
+def _advice_on_precision(
+    subject: TrainingLoop, candidate: Candidate, reference: Candidate, step_s: float | None, start: LoopState
+) -> str:
+    """Return the modules to run in fp32, so that the gradient in a refused half precision is accurate; state restored.
+
+    The error is measured with one kind of module at a time in fp32.
+    """
+    smaller = _first(subject, _samples(subject.rows, candidate, step_s))
+    pieces = min(_scaled(reference, subject.rows, smaller.rows).micro_batch, smaller.rows)
+    drawing = drawing_modules(smaller.trained, smaller.loss)
+    steps = _TwoSteps(smaller, start, (smaller.batch,), candidate.precision, candidate, pieces, False, drawing)
+    try:
+        gradient = _HalfGradient(steps, reference.precision)
+        return advice(smaller.trained, candidate.precision, gradient.error(), gradient.relative_with)
+    finally:
+        start.restore()
 
 
 def _failed(code: str, who: str, error: Exception, changed: tuple[str, ...]) -> Proof:

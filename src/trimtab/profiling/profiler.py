@@ -374,7 +374,7 @@ class _Search:
                 profile, profile.objective, profile.budget, always=self.traces, requested=requested
             )
             if wanted is None:
-                profile, is_over = with_proof(self.subject, profile, self.progress, self.snapshot)
+                profile, is_over = with_proof(self.subject, profile, self.progress, self.snapshot, self.notes)
                 if is_over:
                     return profile
             elif isinstance(wanted, MemoryTraces):

@@ -6,7 +6,6 @@ read its weights, as `nn.MultiheadAttention` does with its `out_proj`, run in th
 
 from __future__ import annotations
 
-import difflib
 import re
 import warnings
 from typing import TYPE_CHECKING
@@ -79,6 +78,8 @@ def named_modules(model: nn.Module, names: str) -> dict[str, nn.Module]:
     Raises:
         ModelError: a name is unknown.
     """
+    import difflib
+
     from trimtab.techniques.activation_checkpointing import wrapped_models
 
     wanted = list(dict.fromkeys(name.strip() for name in names.split(",")))
@@ -102,14 +103,14 @@ def require_fp32_modules(loop: LiveLoop, names: str) -> None:
     """Raise `ModelError` if a named module does not exist or cannot run in fp32."""
     named = named_modules(loop.model, names)
     for name, module in named.items():
-        if (found := _obstacle(module)) is not None:
+        if (found := fp32_obstacle(module)) is not None:
             problem, hint, code = found
             text = f"plan.fp32_modules names the module {name}, {problem}."
             raise ModelError("plan.fp32_modules", problem=text, hint=hint, code=f"fp32_modules.{code}")
     _refuse_deferred_head(loop, named)
 
 
-def _obstacle(module: nn.Module) -> tuple[str, str, str] | None:
+def fp32_obstacle(module: nn.Module) -> tuple[str, str, str] | None:
     """Return the problem, the remedy and the code if a module cannot run in fp32."""
     import torch
     from torch import nn

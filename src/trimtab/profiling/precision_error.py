@@ -1,0 +1,107 @@
+"""Error of the gradient in half precision, and the modules that cause it (per-layer precision, paper, section VI).
+
+Half precision rounds activations and their gradients. Where a loop subtracts nearly equal numbers (a variance as a
+difference of means, a finite difference, the residual of a differential equation), this error can exceed the gradient
+itself, although every operation is correct to rounding.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from trimtab.settings.fp32_modules import fp32_obstacle
+
+INACCURATE = "proof.inaccurate"
+# A gradient in half precision is accepted if its error is below this fraction of its norm, or below this multiple of
+# the effect of rounding the weights alone. Near a minimum the gradient is small, and both errors exceed its norm alike.
+MOST_ERROR, _TIMES = 0.3, 30.0
+
+
+@dataclass(frozen=True)
+class GradientError:
+    """Error of a gradient in half precision against the user's precision.
+
+    Attributes:
+        relative: 2-norm of the difference of all gradients, as a fraction of the norm; infinite if non-finite.
+        by_weights: the same for the user's precision with weights perturbed in the last bit of half precision.
+    """
+
+    relative: float
+    by_weights: float
+
+    @property
+    def ratio(self) -> float:
+        """Error in units of the largest accepted error."""
+        if math.isinf(self.relative):
+            return math.inf
+        return self.relative / max(MOST_ERROR, _TIMES * self.by_weights)
+
+    @property
+    def is_rounding(self) -> bool:
+        """True if the error is accepted."""
+        return self.ratio <= 1
+
+    def text(self, precision: str, reference: str) -> str:
+        """Return the error as a sentence."""
+        found = f"the gradient of your loop in {precision} differs from that in {reference} by {self.relative:.2g} "
+        return found + f"(relative), where rounding the weights to {precision} explains {self.by_weights:.2g}"
+
+
+ErrorWith = Callable[[Sequence[nn.Module]], float]  # Relative error with some modules in fp32.
+_MOST_KINDS, _MOST_MEMBERS = 24, 12  # Number of kinds of modules, and of modules of a kind, that are measured.
+
+
+def advice(model: nn.Module, precision: str, error: GradientError, error_with: ErrorWith) -> str:
+    """Return a sentence with the smallest modules that must run in fp32, or with the most sensitive kind."""
+    found = {kind: error_with(list(named.values())) for kind, named in _kinds(model).items()}
+    accepted = [kind for kind, relative in found.items() if GradientError(relative, error.by_weights).is_rounding]
+    whole = f"in {precision} the gradient has an error of {error.relative:.2g} (relative)"
+    if not accepted:
+        least = min(found, key=lambda kind: found[kind], default=None)
+        helps = least is not None and found[least] < error.relative / 2
+        text = (
+            ""
+            if least is None or not helps
+            else f"; the least error, {found[least]:.2g}, is with each {least.__name__} in fp32"
+        )
+        return f"{whole}, and no single kind of module in fp32 makes it accurate{text}"
+    kind = accepted[0]  # With the fewest parameters.
+    named, relative = _kinds(model)[kind], found[kind]
+    for name, module in named.items() if 1 < len(named) <= _MOST_MEMBERS else ():
+        alone = error_with([module])
+        if GradientError(alone, error.by_weights).is_rounding:
+            named, relative = {name: module}, alone
+            break
+    names = ",".join(named)
+    return (
+        f"{whole}, and of {relative:.2g} with {names} in fp32: set precision={precision!r} and fp32_modules={names!r} "
+        "in a plan by hand, and measure its speed"
+    )
+
+
+def _kinds(model: nn.Module) -> Mapping[type[nn.Module], Mapping[str, nn.Module]]:
+    """Return the modules that can run in fp32, by class and name, in the order of their number of parameters.
+
+    Without classes whose modules hold all parameters, which would be fp32 throughout.
+    """
+    found: dict[type[nn.Module], dict[str, nn.Module]] = {}
+    for name, module in model.named_modules():
+        if name and fp32_obstacle(module) is None:
+            found.setdefault(type(module), {})[name] = module
+
+    def size(kind: type[nn.Module]) -> int:
+        return _num_parameters(found[kind].values())
+
+    most = _num_parameters([model])
+    partial = (kind for kind in sorted(found, key=size) if size(kind) < most)
+    return {kind: found[kind] for kind in itertools.islice(partial, _MOST_KINDS)}
+
+
+def _num_parameters(modules: Iterable[nn.Module]) -> int:
+    distinct = {id(each): each.numel() for module in modules for each in module.parameters()}
+    return sum(distinct.values())
