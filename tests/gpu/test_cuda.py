@@ -64,6 +64,24 @@ def test_a_run_matches_the_plain_autocast_loop(precision: str, layout: str, requ
         assert (ours - theirs).abs().max() <= tolerance
 
 
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_modules_in_fp32_match_a_loop_that_disables_autocast(precision: str) -> None:
+    model, optimizer, batch = make()
+    plain = copy.deepcopy(model)
+    inputs = batch[0].cuda()
+    with torch.autocast("cuda", dtype={"bf16": torch.bfloat16, "fp16": torch.float16}[precision]):
+        features = plain[:5](inputs)
+        with torch.autocast("cuda", enabled=False):
+            logits = plain[5](features.float())
+    assert features.dtype is not logits.dtype is torch.float32
+    with trimtab.start(model, optimizer, Plan.fixed(24, precision=precision, fp32_modules="5")) as run:
+        with run.autocast():
+            found = run.model(inputs)
+        assert torch.equal(found, logits)
+        run.train_step(run.window(batch), loss_fn)
+    assert [type(each) for each in model] == [type(each) for each in plain]
+
+
 @pytest.mark.parametrize("fused", [False, True])
 def test_fused_steps_keep_their_counters_on_the_right_device(fused: bool) -> None:
     model, optimizer, batch = make()

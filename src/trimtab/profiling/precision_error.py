@@ -58,9 +58,11 @@ _MOST_KINDS, _MOST_MEMBERS = 24, 12  # Number of kinds of modules, and of module
 
 def advice(model: nn.Module, precision: str, error: GradientError, error_with: ErrorWith) -> str:
     """Return a sentence with the smallest modules that must run in fp32, or with the most sensitive kind."""
-    found = {kind: error_with(list(named.values())) for kind, named in _kinds(model).items()}
+    kinds = _kinds(model)
+    found = {kind: error_with(list(named.values())) for kind, named in kinds.items()}
     accepted = [kind for kind, relative in found.items() if GradientError(relative, error.by_weights).is_rounding]
-    whole = f"in {precision} the gradient has an error of {error.relative:.2g} (relative)"
+    size = f"an error of {error.relative:.2g} (relative)" if math.isfinite(error.relative) else "NaN or infinite values"
+    whole = f"in {precision} the gradient has {size}"
     if not accepted:
         least = min(found, key=lambda kind: found[kind], default=None)
         helps = least is not None and found[least] < error.relative / 2
@@ -71,7 +73,7 @@ def advice(model: nn.Module, precision: str, error: GradientError, error_with: E
         )
         return f"{whole}, and no single kind of module in fp32 makes it accurate{text}"
     kind = accepted[0]  # With the fewest parameters.
-    named, relative = _kinds(model)[kind], found[kind]
+    named, relative = kinds[kind], found[kind]
     for name, module in named.items() if 1 < len(named) <= _MOST_MEMBERS else ():
         alone = error_with([module])
         if GradientError(alone, error.by_weights).is_rounding:
@@ -79,7 +81,7 @@ def advice(model: nn.Module, precision: str, error: GradientError, error_with: E
             break
     names = ",".join(named)
     return (
-        f"{whole}, and of {relative:.2g} with {names} in fp32: set precision={precision!r} and fp32_modules={names!r} "
+        f"{whole}, and an error of {relative:.2g} with {names} in fp32: set precision={precision!r} and fp32_modules={names!r} "
         "in a plan by hand, and measure its speed"
     )
 

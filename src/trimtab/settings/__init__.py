@@ -32,11 +32,11 @@ SETTINGS: Mapping[str, Setting] = {
     for setting in (
         MicroBatch(),
         Precision(),
-        Fp32Modules(),
         MemoryLayout(),
         Allocator(),
         FusedOptimizer(),
         StepInBackward(),
+        Fp32Modules(),
         LossChunk(),
         Recompute(),
         Offload(),
