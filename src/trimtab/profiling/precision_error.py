@@ -7,9 +7,9 @@ itself, although every operation is correct to rounding.
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from torch import nn
@@ -53,41 +53,36 @@ class GradientError:
 
 
 ErrorWith = Callable[[Sequence[nn.Module]], float]  # Relative error with some modules in fp32.
-_MOST_KINDS, _MOST_MEMBERS = 24, 12  # Number of kinds of modules, and of modules of a kind, that are measured.
+_MOST_MEMBERS = 12  # Largest number of modules of a kind that are measured one by one.
+_MOST_S = 60.0  # Seconds after which no further kind of module is measured.
 
 
 def advice(model: nn.Module, precision: str, error: GradientError, error_with: ErrorWith) -> str:
-    """Return a sentence with the smallest modules that must run in fp32, or with the most sensitive kind."""
-    kinds = _kinds(model)
-    found = {kind: error_with(list(named.values())) for kind, named in kinds.items()}
-    accepted = [kind for kind, relative in found.items() if GradientError(relative, error.by_weights).is_rounding]
+    """Return a sentence with the smallest modules that must run in fp32, or with the reason for having none.
+
+    The kinds of modules are measured in the order of their number of parameters, up to the first that suffices.
+    """
     size = f"an error of {error.relative:.2g} (relative)" if math.isfinite(error.relative) else "NaN or infinite values"
-    whole = f"in {precision} the gradient has {size}"
-    if not accepted:
-        least = min(found, key=lambda kind: found[kind], default=None)
-        helps = least is not None and found[least] < error.relative / 2
-        text = (
-            ""
-            if least is None or not helps
-            else f"; the least error, {found[least]:.2g}, is with each {least.__name__} in fp32"
-        )
-        return f"{whole}, and no single kind of module in fp32 makes it accurate{text}"
-    kind = accepted[0]  # With the fewest parameters.
-    named, relative = kinds[kind], found[kind]
-    for name, module in named.items() if 1 < len(named) <= _MOST_MEMBERS else ():
-        alone = error_with([module])
-        if GradientError(alone, error.by_weights).is_rounding:
-            named, relative = {name: module}, alone
-            break
-    names = ",".join(named)
-    return (
-        f"{whole}, and an error of {relative:.2g} with {names} in fp32: set precision={precision!r} and fp32_modules={names!r} "
-        "in a plan by hand, and measure its speed"
-    )
+    whole, begin, measured = f"in {precision} the gradient has {size}", time.monotonic(), 0
+    for named in _kinds(model):
+        if time.monotonic() - begin > _MOST_S:
+            return f"{whole}; with {measured} kinds of modules in fp32 in turn, it was not accurate"
+        relative, measured = error_with(list(named.values())), measured + 1
+        if not GradientError(relative, error.by_weights).is_rounding:
+            continue
+        for name, module in named.items() if 1 < len(named) <= _MOST_MEMBERS else ():
+            alone = error_with([module])
+            if GradientError(alone, error.by_weights).is_rounding:
+                named, relative = {name: module}, alone
+                break
+        names = ",".join(named)
+        text = f"{whole}, and an error of {relative:.2g} with {names} in fp32: set precision={precision!r} and "
+        return f"{text}fp32_modules={names!r} in a plan by hand, and measure its speed"
+    return f"{whole}, and no single kind of module in fp32 makes it accurate"
 
 
-def _kinds(model: nn.Module) -> Mapping[type[nn.Module], Mapping[str, nn.Module]]:
-    """Return the modules that can run in fp32, by class and name, in the order of their number of parameters.
+def _kinds(model: nn.Module) -> list[dict[str, nn.Module]]:
+    """Return the modules of each class that can run in fp32, by name; classes with the fewest parameters first.
 
     Without classes whose modules hold all parameters, which would be fp32 throughout.
     """
@@ -96,12 +91,8 @@ def _kinds(model: nn.Module) -> Mapping[type[nn.Module], Mapping[str, nn.Module]
         if name and fp32_obstacle(module) is None:
             found.setdefault(type(module), {})[name] = module
 
-    def size(kind: type[nn.Module]) -> int:
-        return _num_parameters(found[kind].values())
-
-    most = _num_parameters([model])
-    partial = (kind for kind in sorted(found, key=size) if size(kind) < most)
-    return {kind: found[kind] for kind in itertools.islice(partial, _MOST_KINDS)}
+    sizes = {kind: _num_parameters(named.values()) for kind, named in found.items()}
+    return [found[kind] for kind in sorted(found, key=sizes.__getitem__) if sizes[kind] < _num_parameters([model])]
 
 
 def _num_parameters(modules: Iterable[nn.Module]) -> int:
