@@ -169,7 +169,7 @@ def with_proof(
     """Prove the candidate that a profile's plan would choose; state is restored.
 
     Args:
-        notes: receives the modules whose forward in fp32 would make a refused precision accurate.
+        notes: receives the modules to run in fp32 for an accurate gradient in a refused precision.
 
     Returns:
         The profile with the result, and True if the search is over. After a failed proof, the settings that caused it
@@ -456,7 +456,7 @@ class _HalfGradient:
 def _advice_on_precision(
     subject: TrainingLoop, candidate: Candidate, reference: Candidate, step_s: float | None, start: LoopState
 ) -> str:
-    """Return the modules to run in fp32, so that the gradient in a refused half precision is accurate; state restored.
+    """Return the modules to run in fp32 for an accurate gradient in a refused precision; state is restored.
 
     The error is measured with one kind of module at a time in fp32.
     """

@@ -1,7 +1,7 @@
-"""Error of the gradient in half precision, and the modules that cause it (per-layer precision, paper, section VI).
+"""Error of the gradient in half precision, and the modules causing the error (per-layer precision, paper, section VI).
 
-Half precision rounds activations and their gradients. Where a loop subtracts nearly equal numbers (a variance as a
-difference of means, a finite difference, the residual of a differential equation), this error can exceed the gradient
+Half precision rounds activations and their gradients. If a loop subtracts nearly equal numbers (a variance as a
+difference of means, a finite difference, the residual of a differential equation), the error can exceed the gradient
 itself, although every operation is correct to rounding.
 """
 
@@ -58,9 +58,9 @@ _MOST_S = 60.0  # Seconds after which no further kind of module is measured.
 
 
 def advice(model: nn.Module, precision: str, error: GradientError, error_with: ErrorWith) -> str:
-    """Return a sentence with the smallest modules that must run in fp32, or with the reason for having none.
+    """Return a sentence with the smallest modules to run in fp32, or with the reason for having none.
 
-    The kinds of modules are measured in the order of their number of parameters, up to the first that suffices.
+    The kinds of modules are measured in the order of their number of parameters, up to the first sufficient kind.
     """
     size = f"an error of {error.relative:.2g} (relative)" if math.isfinite(error.relative) else "NaN or infinite values"
     whole, begin, measured = f"in {precision} the gradient has {size}", time.monotonic(), 0

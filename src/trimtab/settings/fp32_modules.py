@@ -1,7 +1,7 @@
-"""Per-layer precision: modules whose forward stays in fp32 in a plan with bf16 or fp16 (paper, section VI).
+"""Per-layer precision: modules with an fp32 forward in a plan with bf16 or fp16 (paper, section VI).
 
-Set by hand. Modules are named as in `model.named_modules()`. Only the forward of a module is affected: functions that
-read its weights, as `nn.MultiheadAttention` does with its `out_proj`, run in the precision of their caller.
+Set by hand. Modules are named as in `model.named_modules()`. Only the forward of a module is affected: functions
+reading its weights directly (`nn.MultiheadAttention` with its `out_proj`) run in the precision of their caller.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _NAMES = re.compile(r"[^\s,]+(\s*,\s*[^\s,]+)*")
 
 
 class Fp32Modules(Setting):
-    """Modules whose forward disables autocast and converts half-precision arguments to fp32."""
+    """Modules with autocast disabled in the forward and half-precision arguments converted to fp32."""
 
     name = "fp32_modules"
     title = "modules in fp32"
@@ -73,7 +73,7 @@ class Fp32Modules(Setting):
 
 
 def named_modules(model: nn.Module, names: str) -> dict[str, nn.Module]:
-    """Return the named modules of a model, or of the model that it wraps, without duplicates.
+    """Return the named modules of a model, or of its wrapped model, without duplicates.
 
     Raises:
         ModelError: a name is unknown.
@@ -134,7 +134,7 @@ def fp32_obstacle(module: nn.Module) -> tuple[str, str, str] | None:
 
 
 def _refuse_deferred_head(loop: LiveLoop, named: dict[str, nn.Module]) -> None:
-    """Raise `ModelError` for a plain head with chunks: its product is computed in the loss, after its forward."""
+    """Raise `ModelError` for a plain head with chunks, because the loss computes the logits after the forward."""
     from trimtab.settings.loss_chunk import plain_head
 
     if loop.plan.loss_chunk.value is None or (head := plain_head(loop.model)) is None:
