@@ -147,6 +147,10 @@ CASES: tuple[tuple[str, dict[str, Scalar]], ...] = (
     ("GPT-2, 12 layers", {"recompute": "every_block", "compiled": COMPILED_BLOCKS}),
     ("GPT-2, 12 layers", {"recompute": "every_block", "compiled": True}),
     ("ResNet-50", {"recompute": "every_block"}),
+    ("ResNet-50", {"recompute": "~0-15"}),
+    ("GPT-2, 12 layers", {"optimizer_state": "bf16"}),
+    ("GPT-2, 12 layers", {"optimizer_state": "8bit"}),
+    ("GPT-2, 12 layers", {"optimizer_state": "4bit"}),
 )
 
 

@@ -42,7 +42,7 @@ VALUES, KEPT = ({name: both[i] for name, both in (EQUIVALENT | TRAINING).items()
 
 def test_numerical_effects_are_those_that_the_equivalence_tests_are_made_from():
     rounding = {"precision", "memory_layout", "fused_optimizer", "loss_chunk", "compiled", "zero_stage", "engine"}
-    rounding |= {"reduce_dtype", "bucket_bytes", "reduces_once"}
+    rounding |= {"fp32_modules", "reduce_dtype", "bucket_bytes", "reduces_once"}
     training = {*TRAINING, "optimizer_state", "powersgd_rank", "warmup_fraction", "batch_policy"}
     by_effect = {Effect.BITWISE: {"micro_batch", "allocator", "recompute", "offload", "step_in_backward"}}
     by_effect |= {Effect.ROUNDING: rounding, Effect.TRAINING: training}
@@ -103,6 +103,7 @@ def test_fixed_holds_what_was_given():
         "optimizer_state": "user",
         "step_in_backward": False,
         "offload": None,
+        "fp32_modules": None,
     } | VALUES
     assert all(choice.effect is Plan.effects()[name] for name, choice in plan.choices())
     assert Plan.fixed(128).micro_batch.value == 128
