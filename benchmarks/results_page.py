@@ -559,7 +559,18 @@ def _checkpoint_cost(rows: list[Row]) -> Summary:
     return Summary("seconds over a plain write or read", _n(rows), _each(shown, case, form=".2f"))
 
 
+def _settings_on_models(rows: list[Row]) -> Summary:
+    said = [
+        f"{', '.join(f'{name}={value}' for name, value in row['values'].items())}: time {row['time']:.2f}x, "
+        f"memory {row['memory']:.2f}x"
+        for row in rows
+    ]
+    faster = _count(rows, lambda row: row["high"] < 1, "significantly faster")
+    return Summary(_names(rows, "model"), _n(rows), "; ".join(said), faster)
+
+
 KINDS: dict[str, Callable[[list[Row]], Summary]] = {
+    "settings_on_models": _settings_on_models,
     "no_harm": _no_harm,
     "strong_sweep": _strong_sweep,
     "exhaustive": _exhaustive,

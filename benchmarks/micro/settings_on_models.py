@@ -51,6 +51,9 @@ class Loop:
     def __post_init__(self) -> None:
         self.model.train()
         self.optimizer = torch.optim.AdamW([p for p in self.model.parameters() if p.requires_grad], lr=1e-4)
+        self._seen: list[torch.Tensor] = []
+        # Before the hooks of a plan, which may take the gradients.
+        self._recorder = self.optimizer.register_step_pre_hook(self._record)
 
     def step(self) -> None:
         """Run a step of the hand-written loop."""
@@ -64,15 +67,14 @@ class Loop:
         yield from tensors_in(self.batch)
 
     def gradients_of(self, step: Callable[[], object]) -> list[torch.Tensor]:
-        """Return the gradients of a step, which the optimizer is about to use."""
-        found: list[torch.Tensor] = []
-        parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
-        hook = self.optimizer.register_step_pre_hook(
-            lambda *_: found.extend(p.grad.detach().double() for p in parameters if p.grad is not None)
-        )
+        """Return the gradients of the first step, which the optimizer is about to use."""
         step()
-        hook.remove()
-        return found
+        self._recorder.remove()
+        return self._seen
+
+    def _record(self, *_: Any) -> None:
+        parameters = (p for group in self.optimizer.param_groups for p in group["params"])
+        self._seen += [p.grad.double() for p in parameters if p.grad is not None]
 
 
 def _causal(model: nn.Module, ids: Any) -> Any:
@@ -123,6 +125,7 @@ MODELS: dict[str, Callable[[], Loop]] = {
     "GPT-2, 4 layers, 50,257 words": lambda: gpt2(4, 50_257, 512),
     "Llama, 4 layers, 50,257 words": lambda: llama(4, 50_257, 512),
     "GPT-2, 12 layers": lambda: gpt2(12, 1000, 128, rows=4),
+    "GPT-2, 12 layers, one short text": lambda: gpt2(12, 1000, 16),
     "Llama, 12 layers": lambda: llama(12, 1000, 128, rows=4),
     "ViT, 12 layers": lambda: vit(12, rows=16),
     "ResNet-50": lambda: resnet50(rows=16),
@@ -141,6 +144,7 @@ CASES: tuple[tuple[str, dict[str, Scalar]], ...] = (
     ("GPT-2, 12 layers", {"precision": "bf16"}),
     ("GPT-2, 12 layers", {"allocator": "retain"}),
     ("GPT-2, 12 layers", {"fused_optimizer": True}),
+    ("GPT-2, 12 layers, one short text", {"step_in_backward": True}),
     ("GPT-2, 4 layers, 50,257 words", {"step_in_backward": True}),
     ("ResNet-50", {"memory_layout": "channels_last"}),
     ("GPT-2, 12 layers", {"recompute": "every_block"}),

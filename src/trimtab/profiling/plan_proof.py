@@ -109,19 +109,24 @@ def prove(
     `start`. A long step (`step_s`, seconds) is proved on fewer samples.
     """
     changed = _changed(candidate, reference)
-    samples = _samples(subject.rows, candidate, step_s)
+    samples, is_smaller = _samples(subject.rows, candidate, step_s), False
     state = start or LoopState(subject.trained, subject.optimizer, loss_fn=own_loss(subject.loss_fn))
     while True:
         try:
             own = _scaled(reference, subject.rows, samples)
             tried = _scaled(candidate, subject.rows, samples)
             try:
-                return _prove(_first(subject, samples), tried, own, changed, state)
+                proof = _prove(_first(subject, samples), tried, own, changed, state)
             finally:
                 state.restore()
+            if proof.code != INACCURATE or samples >= subject.rows or is_smaller:
+                return proof
+            samples = subject.rows  # Few samples may have a gradient near zero.
+            continue
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
+            is_smaller = True
         samples //= 2  # Outside of the handler, because the exception keeps the failed attempt's tensors alive.
         if samples < 2:
             reason = "the comparison ran out of memory, even with a batch of two samples"
@@ -192,8 +197,8 @@ def with_proof(
         warnings.warn(f"{text} {hint}", RuntimeWarning, stacklevel=2)
     if proof.holds or candidate == reference or proof.code == "proof.out_of_memory":
         return profile, True
-    causes = proof.settings
-    if proof.code != _ERROR:
+    causes = ("precision",) if proof.code == INACCURATE else proof.settings
+    if proof.code not in (_ERROR, INACCURATE):
         with contextlib.suppress(Exception):  # If the search for the cause fails, every setting is unproved.
             # A loop that is NaN without any setting cannot prove any; the cause is not searched for.
             if proof.code != _NON_FINITE or prove(subject, reference, reference, step_s, start).code != _NON_FINITE:

@@ -51,7 +51,7 @@ class StepInBackward(Setting):
     def require(self, loop: LiveLoop, value: Scalar) -> None:
         from trimtab.techniques.step_in_backward import require_steps_by_parameter
 
-        require_steps_by_parameter(loop.optimizer)
+        require_steps_by_parameter(loop.model, loop.optimizer)
 
     def apply(self, loop: LiveLoop, value: Scalar) -> Undo | None:
         from trimtab.techniques.step_in_backward import StepInBackward as Hooks

@@ -127,7 +127,7 @@ class _Offload:
         self._last = None
         kept = (*self._model.parameters(), *self._model.buffers())
         self._resident = {each.untyped_storage()._cdata for each in kept if _is_plain(each)}
-        # The storages on the host that nothing can save again, or that no graph needs any more.
+        # Drop entries whose device storage was freed, or whose host copy no graph needs.
         self._moved = {key: pair for key, pair in self._moved.items() if pair[1]() and not pair[0].expired()}
 
     def end(self, call: _Call, result: Any) -> None:

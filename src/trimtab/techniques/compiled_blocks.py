@@ -62,8 +62,6 @@ class CompiledBlocks:
                 known[shapes] = torch.compile(_call_of_a_kind(), **OPTIONS)
             for block in group:
                 self._calls[block] = _calling(known[shapes], block)
-        configs = {id(each.config): each.config for each in model.modules() if hasattr(each, "config")}
-        self._configs = [each for each in configs.values() if hasattr(each, "use_cache") and hasattr(each, "to_dict")]
         self.turn(on=True)
 
     def turn(self, *, on: bool) -> None:
@@ -71,11 +69,25 @@ class CompiledBlocks:
         for block, call in self._calls.items():
             block._compiled_call_impl = call if on else None
 
-    @contextlib.contextmanager
-    def alike(self) -> Iterator[None]:
-        """Turn off the key-value cache of a Transformers model inside the context, during training.
+    def undo(self) -> None:
+        """Restore the blocks' original calls."""
+        for block in self._calls:
+            vars(block).pop("_compiled_call_impl", None)
 
-        Each block has its own part of the cache, which would cause a compilation per block. Training does not need it.
+
+class KeyValueCaches:
+    """The key-value caches of a Transformers model, which training does not need."""
+
+    def __init__(self, model: nn.Module) -> None:
+        configs = {id(each.config): each.config for each in model.modules() if hasattr(each, "config")}
+        self._configs = [each for each in configs.values() if hasattr(each, "use_cache") and hasattr(each, "to_dict")]
+
+    @contextlib.contextmanager
+    def off(self) -> Iterator[None]:
+        """Turn the caches off inside the context, if gradients are computed.
+
+        Each block changes its own part of the cache. This would cause a compilation per block, and torch does not
+        compile a recomputed block with such a change.
         """
         cached = [each for each in self._configs if each.use_cache is True] if torch.is_grad_enabled() else []
         for config in cached:
@@ -85,11 +97,6 @@ class CompiledBlocks:
         finally:
             for config in cached:
                 config.use_cache = True
-
-    def undo(self) -> None:
-        """Restore the blocks' original calls."""
-        for block in self._calls:
-            vars(block).pop("_compiled_call_impl", None)
 
 
 def _call_block(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_iter
 
 from trimtab.core.choice import COMPILED_BLOCKS, Compiled, is_by_compiler, is_recorded
 from trimtab.core.errors import ValueGivenError
-from trimtab.techniques.compiled_blocks import OPTIONS, CompiledBlocks, repeated_blocks
+from trimtab.techniques.compiled_blocks import OPTIONS, CompiledBlocks, KeyValueCaches, repeated_blocks
 from trimtab.techniques.cuda_graphs import GraphReplayer
 
 
@@ -98,6 +98,7 @@ class CompiledCall:
 
     def __init__(self, model: nn.Module, saw: Callable[[], None], compiled: Compiled = True) -> None:
         called: Any = model._call_impl
+        self._caches = KeyValueCaches(model) if is_by_compiler(compiled) else None
         self._blocks = CompiledBlocks(model) if compiled == COMPILED_BLOCKS else None
         if is_by_compiler(compiled) and self._blocks is None:
             model.compile(**OPTIONS)
@@ -126,7 +127,7 @@ class CompiledCall:
             self.shapes += [each.shape for each in tree_iter((args, kwargs)) if isinstance(each, Tensor)]
         if not self._is_on:
             return self._model._call_impl(*args, **kwargs)
-        with contextlib.nullcontext() if self._blocks is None else self._blocks.alike():
+        with contextlib.nullcontext() if self._caches is None else self._caches.off():
             return self._called(*args, **kwargs)
 
     def take_shapes(self) -> tuple[torch.Size, ...]:

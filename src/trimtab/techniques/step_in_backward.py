@@ -14,7 +14,8 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 
@@ -44,8 +45,22 @@ def refusal_of(optimizer: Optimizer) -> str:
     return "it has a parameter twice" if len(set(parameters)) < len(parameters) else ""
 
 
-def require_steps_by_parameter(optimizer: Optimizer) -> None:
-    """Raise `OptimizerError` if an optimizer cannot step within the backward pass."""
+def require_steps_by_parameter(model: nn.Module, optimizer: Optimizer) -> None:
+    """Raise if an optimizer cannot step within the backward pass.
+
+    Raises:
+        ModelError: several ranks share the model, and reduce its gradients at the end of the backward pass.
+        OptimizerError: the optimizer may update a parameter by other gradients than the parameter's own.
+    """
+    is_wrapped = any(isinstance(module, DistributedDataParallel) for module in model.modules())
+    if is_wrapped or any(hasattr(parameter, "placements") for parameter in model.parameters()):
+        raise ModelError(
+            "plan.step_in_backward",
+            problem="The plan updates each parameter within the backward pass, before the ranks that share the model "
+            "exchange its gradient.",
+            hint="Use a plan with step_in_backward=False.",
+            code="step_in_backward.ranks",
+        )
     if refusal := refusal_of(optimizer):
         raise OptimizerError(
             "plan.step_in_backward",

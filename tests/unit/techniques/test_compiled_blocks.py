@@ -130,6 +130,19 @@ def test_layers_of_transformers_are_one_kind():
 
 
 @needs_compiler
+def test_a_compiled_model_of_transformers_is_recomputed_in_compiled_code():
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(n_layer=2, n_embd=8, n_head=2, vocab_size=20, n_positions=8)
+    model = transformers.GPT2LMHeadModel(config)
+    optimizer, batch = torch.optim.SGD(model.parameters(), lr=0.1), torch.randint(20, (2, 8))
+    plan = Plan.fixed(2, compiled=True).recomputing("every_block", ("transformer.h.0", "transformer.h.1"), "asked for")
+    before = counters["unimplemented"].copy()
+    with trimtab.start(model, optimizer, plan) as run:
+        run.train_step(run.window(batch), lambda model, ids: model(input_ids=ids, labels=ids).loss)
+    assert not [reason for reason in counters["unimplemented"] - before if "side effect" in reason]
+
+
+@needs_compiler
 @pytest.mark.parametrize("when", ["before the run", "in the run", "inside a block"])
 def test_a_hook_of_a_block_is_called(when):
     """torch reuses the code of blocks without hooks for blocks with hooks."""

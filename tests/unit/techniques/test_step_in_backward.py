@@ -8,6 +8,7 @@ import weakref
 
 import pytest
 import torch
+import torch.distributed as dist
 from raising import raises
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -225,6 +226,18 @@ def test_optimizers_that_look_at_all_gradients_are_refused():
     model = Tied()
     with raises(OptimizerError, code="step_in_backward.optimizer", field="plan.step_in_backward"):
         trimtab.start(model, ByTheirNorm(model.parameters(), lr=0.1), Plan.fixed(4, step_in_backward=True))
+
+
+def test_a_model_that_ranks_share_is_refused():
+    """Each rank would step by its own gradient, before the ranks exchange theirs."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        model = nn.parallel.DistributedDataParallel(Tied())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with raises(ModelError, code="step_in_backward.ranks", field="plan.step_in_backward"):
+            trimtab.start(model, optimizer, Plan.fixed(4, step_in_backward=True))
+    finally:
+        dist.destroy_process_group()
 
 
 def test_a_gradient_that_arrives_in_parts_is_an_error():
