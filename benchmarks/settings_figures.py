@@ -56,12 +56,11 @@ def _unmeasured(records: Sequence[Row]) -> Iterator[str]:
 def _compiling(records: Sequence[Row]) -> Iterator[str]:
     yield "| model | whole model | by block | ratio |"
     yield "|---|---|---|---|"
-    for found in records:
-        took = {(row["model"], row["values"].get("compiled")): row for row in found["rows"] if len(row["values"]) == 1}
-        for (model, value), row in took.items():
-            if value == COMPILED_BLOCKS and (whole := took.get((model, True))) is not None:
-                whole_s, blocks_s = (each["compile_processor_s"] for each in (whole, row))
-                yield f"| {model} | {whole_s:.1f} s | {blocks_s:.1f} s | {blocks_s / whole_s:.2f} |"
+    rows = [row for found in records for row in found["rows"] if list(row["values"]) == ["compiled"]]
+    took = {(row["model"], row["values"]["compiled"]): row["compile_processor_s"] for row in rows}
+    for (model, value), blocks_s in took.items():
+        if value == COMPILED_BLOCKS and (whole_s := took.get((model, True))) is not None:
+            yield f"| {model} | {whole_s:.1f} s | {blocks_s:.1f} s | {blocks_s / whole_s:.2f} |"
 
 
 def section(rows: list[Row]) -> Iterator[str]:

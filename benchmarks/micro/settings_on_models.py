@@ -7,6 +7,7 @@ the processor seconds of compilation. Every case runs in a process of its own, w
 
 from __future__ import annotations
 
+import gc
 import json
 import math
 import os
@@ -252,6 +253,8 @@ def _interleaved(steps: Sequence[Callable[[], object]], pairs: int) -> list[list
     """Return the seconds of each step, in rounds of alternating order."""
     seconds: list[list[float]] = [[] for _ in steps]
     for index in range(WARM_UP + pairs):
+        if index == WARM_UP:
+            gc.collect()  # A compiler leaves many objects, whose collection would take longer than a step.
         order = range(len(steps)) if index % 2 else reversed(range(len(steps)))
         for arm in order:
             begin = time.perf_counter()
