@@ -7,7 +7,8 @@ from typing import NamedTuple
 
 from trimtab.plans.profile import LoaderTrial, LoaderTrials
 
-# Least gain worth a recommendation, as a fraction of a step. A loss is removed if at most REST of it is left.
+# Least gain worth a recommendation, as a fraction of a step. The loader's cost counts as removed if at most the
+# fraction REST of it remains.
 WORTH_GAIN, REST = 0.05, 0.1
 PREFETCH, LARGER_PREFETCH = 2, 4  # torch's default number of batches that each worker prefetches, and one alternative
 WORTH_PERSISTING = 0.01  # least fraction of an epoch that starting the workers takes
@@ -24,6 +25,16 @@ class LoaderSettings(NamedTuple):
 def settings_of(trial: LoaderTrial) -> LoaderSettings:
     """Return the settings of a trial."""
     return LoaderSettings(trial.num_workers, trial.prefetch_factor, trial.pin_memory)
+
+
+def step_counts(num_workers: int, num_steps: int) -> tuple[int, int]:
+    """Return the numbers of warm-up steps and of counted steps of a trial.
+
+    Workers finish their first batches together, so batches arrive in groups, a batch from each worker: the first
+    group is not counted, and of the others, whole groups are.
+    """
+    group = max(1, num_workers)
+    return group, math.ceil(num_steps / group) * group
 
 
 def next_settings(found: LoaderTrials, drawing_s: float, most_workers: int, *, pins: bool) -> LoaderSettings | None:
@@ -54,10 +65,14 @@ def next_settings(found: LoaderTrials, drawing_s: float, most_workers: int, *, p
 
 
 def best_settings(found: LoaderTrials) -> LoaderTrial | None:
-    """Return the fastest trial; None if its gain is small or within the A/A control."""
-    fastest = min(found.others, key=lambda each: each.step_s, default=found.own)
-    gain_s = found.own.step_s - fastest.step_s
-    return fastest if gain_s > max(WORTH_GAIN * found.own.step_s, found.noise_s) else None
+    """Return the repeated trial; None if its gain may be small in one of the two rounds.
+
+    The gains of the rounds differ from their mean by at most the A/A control.
+    """
+    if found.best is None:
+        return None
+    least_s = found.own.step_s - found.best.step_s - found.noise_s
+    return found.best if least_s > WORTH_GAIN * found.own.step_s else None
 
 
 def is_worth_persisting(found: LoaderTrials, trial: LoaderTrial) -> bool:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from trimtab.core.choice import MeasuredCost, Note
 from trimtab.core.units import format_bytes, format_seconds
 from trimtab.planner.cost_model import CostModel
-from trimtab.planner.loader_settings import best_settings, is_worth_persisting
+from trimtab.planner.loader_settings import best_settings, is_worth_persisting, step_counts
 from trimtab.planner.statistics import resolution
 from trimtab.planner.trial_statistics import control_interval, speed_ratio
 from trimtab.plans.profile import Candidate, PaddingCount, Profile
@@ -18,6 +18,7 @@ from trimtab.plans.profile import Candidate, PaddingCount, Profile
 WORTH_ADVICE, WORTH_PADDING, WORTH_PIECES = 0.05, 0.01, 0.1
 # Resolution of the A/A control above which the machine counts as busy; least speed of a rival worth another look.
 BUSY, WORTH_ANOTHER_LOOK = 0.1, 1.05
+_MORE_WORKERS = "Increase `num_workers` of the DataLoader, and on a GPU set `pin_memory=True`."
 MULTIPLE = 64  # Matrix units and their kernels are fastest at sizes that are multiples of this.
 
 
@@ -65,29 +66,35 @@ def _data(profile: Profile) -> Iterator[Note]:
         share = f"{100 * data / whole:.0f}%"
         yield Note(
             "data.waiting",
-            f"The step waits for data for {share} of its time. Increase `num_workers` of the DataLoader, and on a GPU "
-            "set `pin_memory=True`.",
+            f"The step waits for data for {share} of its time. {_MORE_WORKERS}",
         )
 
 
 def _loader(profile: Profile) -> Iterator[Note]:
-    """Recommend settings of the DataLoader that were faster in training steps."""
-    found = profile.loader
-    best = None if found is None else best_settings(found)
-    if found is None or best is None:
+    """Recommend settings of the DataLoader that were faster in training steps, or report that none were."""
+    if (found := profile.loader) is None:
         return
-    own, lost_s, gain_s = found.own, found.own.step_s - found.alone_s, found.own.step_s - best.step_s
-    if not best.pin_memory:  # Without faster copies to the device, a larger gain than the cost is noise.
+    own, lost_s, best = found.own, found.own.step_s - found.alone_s, best_settings(found)
+    cost = f"The loader costs {format_seconds(lost_s)} of a {format_seconds(own.step_s)} step."
+    if best is None:
+        tried = f"None of the {len(found.others)} other settings tried had a significant gain."
+        rest = f"{tried} Reduce the work per sample, for example by preprocessing the dataset once."
+        if lost_s > WORTH_ADVICE * own.step_s:
+            yield Note("data.waiting", f"{cost} {rest if found.others else _MORE_WORKERS}")
+        return
+    gain_s = own.step_s - best.step_s
+    if best.pin_memory == own.pin_memory:  # Without faster copies to the device, a larger gain than the cost is noise.
         gain_s = min(gain_s, lost_s)
     arguments = [f"num_workers={best.num_workers}"]
     if best.num_workers:
         arguments.append(f"prefetch_factor={best.prefetch_factor}")
         arguments += ["persistent_workers=True"] if is_worth_persisting(found, best) else []
     arguments += ["pin_memory=True"] if best.pin_memory else []
+    num_steps = 2 * step_counts(best.num_workers, found.num_steps)[1]  # in two rounds
     yield Note(
         "loader.settings",
-        f"The loader costs {format_seconds(lost_s)} of a {format_seconds(own.step_s)} step. "
-        f"DataLoader({', '.join(arguments)}) removes {format_seconds(gain_s)} (measured).",
+        f"{cost} DataLoader({', '.join(arguments)}) saves {format_seconds(gain_s)} per step "
+        f"(measured in {num_steps} steps).",
     )
 
 

@@ -331,12 +331,15 @@ class LoaderTrials:
 
     Args:
         alone_s: mean seconds of the same steps on batches that are already in memory.
-        own: the user's settings; `step_s` is the mean of two measurements, before and after the others.
-        noise_s: difference of these two measurements (A/A control).
+        own: the user's settings; `step_s` is the mean of two measurements, before and after the others, if there is a
+            `best`.
+        noise_s: larger difference of the two measurements of `own` and of `best` (A/A control).
         others: the other settings tried, in order.
         num_steps: steps counted for each, before rounding up to a multiple of the number of workers.
         epoch: batches of an epoch.
         is_persistent: True if the user's workers persist between epochs.
+        best: the fastest of `others`; `step_s` is the mean of two measurements. None if its gain was small, or if the
+            time did not suffice for a second measurement.
     """
 
     alone_s: float
@@ -346,6 +349,7 @@ class LoaderTrials:
     num_steps: int
     epoch: int
     is_persistent: bool = False
+    best: LoaderTrial | None = None
 
 
 @dataclass(frozen=True)

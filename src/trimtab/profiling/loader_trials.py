@@ -7,12 +7,11 @@ computes while the host waits. All copies yield the same samples, because the st
 from __future__ import annotations
 
 import itertools
-import math
 import multiprocessing
 import os
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -22,7 +21,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from trimtab.core.units import format_seconds
 from trimtab.measure.machine import own_cores
 from trimtab.measure.timing import synchronize
-from trimtab.planner.loader_settings import LoaderSettings, next_settings, settings_of
+from trimtab.planner.loader_settings import WORTH_GAIN, LoaderSettings, next_settings, settings_of, step_counts
 from trimtab.plans.profile import Candidate, LoaderTrial, LoaderTrials
 from trimtab.profiling.measurement_notes import Notes
 from trimtab.profiling.training_loop import TrainingLoop
@@ -33,11 +32,12 @@ from trimtab.state.process_state import ProcessState
 LEAST_LOST_S = 1e-3
 _FEWEST, _MOST = 2, 8  # Counted steps of a trial.
 _TRIALS = 5  # Approximate number of trials that the time limit is divided by.
+_HANG_S = 30.0  # Seconds without a batch after which a worker counts as unresponsive; a start by spawn takes a while.
 _CODE, _WHAT = "loader.not_tried", "other settings of the DataLoader were not tried"
 
 
-class _OutOfTimeError(Exception):
-    """The time limit of the comparison was reached."""
+class _StoppedError(Exception):
+    """The time limit of the comparison was reached, or an epoch ended early."""
 
 
 def compare_loaders(
@@ -63,9 +63,11 @@ def compare_loaders(
             subject.step(run)
             synchronize(subject.device)
         step_s = time.perf_counter() - start
-        num_steps = min(_MOST, int(limit_s / (_TRIALS * (drawing_s + step_s))))
-        if num_steps < _FEWEST:
-            spent = f"a step takes {format_seconds(drawing_s + step_s)}"
+        most = min(len(loader), int(limit_s / (_TRIALS * (drawing_s + step_s))))
+        possible = (n for n in range(_FEWEST, _MOST + 1) if sum(step_counts(loader.num_workers, n)) <= most)
+        if not (num_steps := max(possible, default=0)):
+            fewest = sum(step_counts(loader.num_workers, _FEWEST))
+            spent = f"a trial of {fewest} steps takes {format_seconds(fewest * (drawing_s + step_s))}"
             notes.add(_CODE, _WHAT, f"{spent}, too long for the time limit of {format_seconds(limit_s)}")
             return None
         trials = LoaderComparison(
@@ -73,7 +75,7 @@ def compare_loaders(
         )
         try:
             return trials.compare(drawing_s, notes)
-        except _OutOfTimeError as error:
+        except _StoppedError as error:
             notes.add(_CODE, _WHAT, str(error))
             return None
 
@@ -88,11 +90,12 @@ def _refusal(loader: Any) -> str:
     if state.one_shot:
         return f"{state.one_shot} cannot be copied"
     if state.has_files and not loader.num_workers:
-        return "the data hold an open file, whose position worker processes would share"
+        return "worker processes would share a file that the data hold open. Open files in worker_init_fn instead"
     if not loader.num_workers and not _forks():
         return "worker processes would import the main script again, which may train without a guard"
     try:
-        return "" if len(loader) > _FEWEST else f"an epoch has {len(loader)} batches only"
+        is_long = sum(step_counts(loader.num_workers, _FEWEST)) <= len(loader)
+        return "" if is_long else f"an epoch has {len(loader)} batches only"
     except TypeError:
         return "the number of batches in an epoch is unknown"
 
@@ -136,60 +139,80 @@ class LoaderComparison:
         loader, num_cores = self._loader, _num_cores()
         own = LoaderSettings(loader.num_workers, loader.prefetch_factor, bool(loader.pin_memory))
         first = self._trial(own, keeps=True)
-        alone_s = self._mean_s(iter(self._batches), len(self._batches))
+        alone_s = self._mean_s(self._batches)
         self._batches.clear()
         found = LoaderTrials(alone_s, first, 0.0, (), self._num_steps, self._epoch, loader.persistent_workers)
-        most = max((n for n in range(1, num_cores + 1) if sum(self._counts(n)) <= self._epoch), default=0)
+        work_s = drawing_s * max(1, own.num_workers)
+        most = max((n for n in range(1, num_cores + 1) if self._fits(n, max(alone_s, work_s / n))), default=0)
         pins = self._device.type == "cuda"
         while (wanted := next_settings(found, drawing_s, most, pins=pins)) is not None:
-            try:
-                found = replace(found, others=(*found.others, self._trial(wanted)))
-            except _OutOfTimeError:
+            what = f"the DataLoader was not tried with num_workers={wanted.num_workers}"
+            if (tried := self._attempt(wanted, what, notes)) is None:
                 break
-            except Exception as error:  # An error in a worker, such as an object that cannot be passed to a process.
-                notes.add(_CODE, f"the DataLoader was not tried with num_workers={wanted.num_workers}", error)
-                break
-        if not found.others:
+            found = replace(found, others=(*found.others, tried))
+        return self._repeated(found, notes)
+
+    def _repeated(self, found: LoaderTrials, notes: Notes) -> LoaderTrials:
+        """Measure the fastest settings and the user's again, in this order, if the gain may be worth it."""
+        first = found.own
+        best = min(found.others, key=lambda each: each.step_s, default=first)
+        if first.step_s - best.step_s <= WORTH_GAIN * first.step_s:
             return found
-        again = self._trial(settings_of(first), is_last=True)
-        mean = replace(first, step_s=(first.step_s + again.step_s) / 2)
-        return replace(found, own=mean, noise_s=abs(first.step_s - again.step_s))
+        what = "the fastest settings of the DataLoader are not recommended, because they were not measured again"
+        if (best_again := self._attempt(settings_of(best), what, notes)) is None:
+            return found
+        if (own_again := self._attempt(settings_of(first), what, notes)) is None:
+            return found
+        return replace(
+            found,
+            own=replace(first, step_s=(first.step_s + own_again.step_s) / 2),
+            best=replace(best, step_s=(best.step_s + best_again.step_s) / 2),
+            noise_s=max(abs(first.step_s - own_again.step_s), abs(best.step_s - best_again.step_s)),
+        )
 
-    def _counts(self, num_workers: int) -> tuple[int, int]:
-        """Return the numbers of warm-up steps and of counted steps.
+    def _fits(self, num_workers: int, step_s: float) -> bool:
+        """Return True if an epoch and the time left suffice for a trial with steps of about this many seconds."""
+        num = sum(step_counts(num_workers, self._num_steps))
+        left_s = self._deadline_s - time.perf_counter()
+        return num <= self._epoch and num * step_s * (_TRIALS - 2) <= left_s  # Two trials precede.
 
-        Workers finish their first batches together, so batches arrive in groups, a batch from each worker: the first
-        group is not counted, and of the others, whole groups are.
-        """
-        group = max(1, num_workers)
-        return group, math.ceil(self._num_steps / group) * group
+    def _attempt(self, settings: LoaderSettings, what: str, notes: Notes) -> LoaderTrial | None:
+        """Return a trial; None, with a note, after an error or the deadline."""
+        try:
+            return self._trial(settings)
+        except Exception as error:  # An error in a worker, such as an object that cannot be passed to a process.
+            notes.add(_CODE, what, str(error) if isinstance(error, _StoppedError) else error)
+            return None
 
-    def _trial(self, settings: LoaderSettings, *, keeps: bool = False, is_last: bool = False) -> LoaderTrial:
-        copied, batches = self._copy(settings), None
-        warm, counted = self._counts(settings.num_workers)
+    def _trial(self, settings: LoaderSettings, *, keeps: bool = False) -> LoaderTrial:
+        copied = self._copy(settings)
+        warm, counted = step_counts(settings.num_workers, self._num_steps)
         try:
             with draw_and_restore_data(self._loader), warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # Of forks in a process with threads; the user's loader warns as well.
+                # Hides torch's warning about forks in a multi-threaded process; the user's own workers cause the same
+                # warning.
+                warnings.simplefilter("ignore")
                 start = time.perf_counter()
-                batches = iter(copied)
-                batch = next(batches)
-                starts_s = time.perf_counter() - start
-                self._step(batch)
-                for batch in itertools.islice(batches, warm - 1):
-                    self._step(batch)
-                step_s = self._mean_s(batches, counted, keeps=keeps, is_timed=not is_last)
+                batches: Any = iter(copied)
+                try:
+                    batch = next(batches)
+                    starts_s = time.perf_counter() - start
+                    self._step_before_deadline(batch)
+                    for batch in itertools.islice(batches, warm - 1):
+                        self._step_before_deadline(batch)
+                    step_s = self._mean_s(itertools.islice(batches, counted), keeps=keeps)
+                finally:  # An exception refers to the iterator, which would otherwise end at some later collection.
+                    if settings.num_workers:
+                        batches._shutdown_workers()
+                    batches._sampler_iter = None  # Ends a sampler's generator before the data are restored.
         finally:
-            if settings.num_workers and batches is not None:
-                # An exception refers to the iterator, whose workers would otherwise end at some later collection.
-                batches._shutdown_workers()  # type: ignore[attr-defined]
             self._process.restore()
         return LoaderTrial(*settings, step_s, starts_s)
 
     def _copy(self, settings: LoaderSettings) -> DataLoader[Any]:
         others: dict[str, Any] = {}
         if settings.num_workers:  # An unresponsive worker must not stop planning.
-            left_s = max(1.0, self._deadline_s - time.perf_counter())
-            others["timeout"] = min(self._loader.timeout or left_s, left_s)
+            others["timeout"] = self._loader.timeout or _HANG_S
             if not self._loader.num_workers:  # torch's own choice would fix the start method of the process.
                 others["multiprocessing_context"] = "fork"
         return rebuilt_loader(
@@ -200,15 +223,22 @@ class LoaderComparison:
             in_order=self._loader.in_order,
         )
 
-    def _mean_s(self, batches: Iterator[Any], number: int, *, keeps: bool = False, is_timed: bool = True) -> float:
-        """Return the mean seconds of steps on the next batches; `_OutOfTimeError` after the deadline."""
+    def _mean_s(self, batches: Iterable[Any], *, keeps: bool = False) -> float:
+        """Return the mean seconds of steps on batches; `_StoppedError` after the deadline or without a batch."""
         synchronize(self._device)
-        start = time.perf_counter()
-        for batch in itertools.islice(batches, number):
-            self._step(batch)
+        start, number = time.perf_counter(), 0
+        for batch in batches:
+            self._step_before_deadline(batch)
+            number += 1
             if keeps:
                 self._batches.append(batch)
-            if is_timed and time.perf_counter() > self._deadline_s:
-                raise _OutOfTimeError("the time limit was reached")
         synchronize(self._device)
+        if not number:
+            raise _StoppedError("an epoch had fewer batches than its length")
         return (time.perf_counter() - start) / number
+
+    def _step_before_deadline(self, batch: Any) -> None:
+        """Take a step; `_StoppedError` after the deadline."""
+        self._step(batch)
+        if time.perf_counter() > self._deadline_s:
+            raise _StoppedError("the time limit was reached")

@@ -56,6 +56,10 @@ def _of_mask(batch: Any) -> Tensor | None:
     mask = next((each for each in masks if each is not None), None)
     if mask is None or mask.dim() != 2 or not mask.numel():
         return None
+    # Other masks, such as a causal mask (tokens, tokens), have no entry for each token of the batch.
+    integers = [each for each in tensors_in(batch) if each is not mask and each.dtype in _INTEGERS]
+    if not any(each.shape == mask.shape for each in integers):
+        return None
     is_padding = mask == 0
     # An additive mask has large negative values; the mask of packed samples may count them, as 1, 2 and 3.
     return is_padding if bool((mask >= 0).all()) else None

@@ -9,6 +9,7 @@ import time
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import is_dataclass
+from functools import partial
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -150,7 +151,8 @@ def _drawn(subject: TrainingLoop, data: Iterable[Any], notes: Notes) -> SampledB
         padding, elements, seconds = PaddingCounter(), list[int](), 0.0
         while last is not None:
             elements.append(_elements(last))
-            padding.add(last)
+            add = partial(padding.add, last)
+            notes.attempt("padding.not_counted", "the padding of a batch was not counted", add, None)
             if seconds > _DRAWING_S:
                 break
             begin = time.perf_counter()  # Waiting for a loader's workers takes no processor time here.
@@ -158,6 +160,7 @@ def _drawn(subject: TrainingLoop, data: Iterable[Any], notes: Notes) -> SampledB
             if drawn is None:
                 break
             seconds, last = seconds + time.perf_counter() - begin, drawn
+        del batches  # Ends a sampler's generator before the data are restored.
     num, example = len(elements) - 1, _elements(subject.batch)
     longest = max(elements, default=0) / example if example else None
     is_alike = last is not None and not subject.unknown

@@ -132,6 +132,9 @@ def has_lasting_workers(data: Any) -> bool:
 _MOST_OBJECTS = 20_000
 _MOST_BYTES = 2**26  # limit for copies of tensors and arrays; larger ones are training data
 _STREAMS = (queue.Queue, queue.SimpleQueue, threading.Thread, BaseProcess, socket.socket)
+# Packages of handles of open files, which forked processes must not share.
+_FILE_PACKAGES = frozenset(("h5py", "lmdb", "netCDF4", "sqlite3", "tables", "zarr"))
+_LMDB = ("Environment", "Transaction", "Cursor")  # its compiled classes, which are named without a module
 _OWN_ITERATORS = ("_iterator", "_initial_iter_for_state_dict")  # of a DataLoader: drawing uses a copy without these
 
 
@@ -140,7 +143,7 @@ class _DataWalk(ObjectWalk):
 
     Attributes:
         one_shot: Path and type of that object, or "".
-        has_files: True if open, readable files were found.
+        has_files: True if open, readable files or handles of a package of files were found.
     """
 
     most_depth = 8
@@ -165,6 +168,8 @@ class _DataWalk(ObjectWalk):
             return None
         if issubclass(kind, io.IOBase):
             return _DataWalk._file
+        if any(map(_is_handle, kind.__mro__)):
+            return _DataWalk._handle
         handler = super()._handler_of(kind)
         is_object = handler in (None, ObjectWalk._loader, ObjectWalk._object, ObjectWalk._package_object)
         return _DataWalk._part if is_object else handler
@@ -175,6 +180,10 @@ class _DataWalk(ObjectWalk):
                 self.has_files = value.fileno() >= 0 or self.has_files
             get = functools.partial(value.tell)
             self.found.append(ReachableObject(get(), place, get=get, put=value.seek))
+
+    def _handle(self, value: Any, place: ObjectPath) -> None:
+        """Record a handle; its state is in the package."""
+        self.has_files = True
 
     def _part(self, value: Any, place: ObjectPath) -> None:
         """Add the attributes of an object of any class, or the state of an object that saves its own."""
@@ -193,7 +202,8 @@ class DataState:
 
     Attributes:
         one_shot: Path of a part that cannot be restored, such as "data.dataset.items (a tuple_iterator)"; "" if none.
-        has_files: True if the data hold open files; forked processes would share the position in each file.
+        has_files: True if the data hold open files, or handles such as of h5py or sqlite3, which forked processes would
+            share.
     """
 
     def __init__(self, data: Any) -> None:
@@ -229,6 +239,11 @@ def draw_and_restore_data(data: Any) -> Iterator[Any]:
     finally:
         if state is not None:
             state.restore()
+
+
+def _is_handle(kind: Any) -> bool:
+    module = str(kind.__module__)
+    return module.partition(".")[0] in _FILE_PACKAGES or (module == "builtins" and kind.__name__ in _LMDB)
 
 
 def _is_stream(value: Any) -> bool:

@@ -178,7 +178,10 @@ PROFILE = Profile(
     ),
     SplitCheck(True, "per-sample loss"),
     trials=(Trial("modes", Candidate(8), (0.5, 0.4)),),
-    loader=LoaderTrials(0.5, LoaderTrial(0, None, False, 0.7, 0.2), 0.0, (LoaderTrial(2, 2, False, 0.5, 0.3),), 8, 20),
+    loader=LoaderTrials(
+        *(0.5, LoaderTrial(0, None, False, 0.7, 0.2), 0.0, (LoaderTrial(2, 2, False, 0.5, 0.3),), 8, 20),
+        best=LoaderTrial(2, 2, False, 0.51, 0.3),
+    ),
     environment={"torch": "2.13"},
 )
 RECORD = RunRecord(

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
+import sqlite3
 import time
 import types
 
 import pytest
 import torch
 from small_loops import class_loss, linear_loop
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
 import trimtab
 from trimtab.core.serialization import from_json, to_json
-from trimtab.plans.profile import Profile
+from trimtab.planner.loader_settings import best_settings
+from trimtab.plans.profile import Candidate, Profile
 from trimtab.profiling import loader_trials
 from trimtab.profiling.loader_trials import LoaderComparison, compare_loaders
 from trimtab.profiling.measurement_notes import Notes
 from trimtab.profiling.training_loop import TrainingLoop
+from trimtab.state.data_state import rebuilt_loader
 
 FETCH_S, STEP_S, ROWS = 0.004, 0.010, 2
 CPU = torch.device("cpu")
@@ -97,9 +101,10 @@ def test_the_cost_of_a_loader_and_its_removal_are_measured_in_steps(clock, monke
     assert (other.num_workers, other.prefetch_factor, other.pin_memory) == (1, 2, False)
     assert other.step_s == pytest.approx(STEP_S)
     assert (found.num_steps, found.epoch) == (4, 40)
-    # The user's loader, in memory, with a worker, and the user's loader again: the same samples in the same order.
-    own, alone, worker, again = seen[:5], seen[5:9], seen[9:14], seen[14:]
-    assert own == worker == again
+    assert best_settings(found) == other
+    # The user's loader, in memory, with a worker, and both loaders again: the same samples in the same order.
+    own, alone = seen[:5], seen[5:9]
+    assert seen[9:] == 3 * own
     assert alone == own[1:]
     assert torch.equal(loader.generator.get_state(), before)
     assert torch.equal(torch.get_rng_state(), process)
@@ -118,6 +123,110 @@ def test_no_more_time_is_used_than_allowed(clock, monkeypatch):
     comparison = LoaderComparison(lambda batch: clock.pass_(STEP_S), shuffled(Rows(clock)), CPU, 4, 0.15)
     assert comparison.compare(ROWS * FETCH_S, Notes()).others == ()
     assert clock.perf_counter() < 0.3
+
+
+@pytest.mark.parametrize(("extra_s", "is_better"), [(0.0, True), (0.008, False)])
+def test_settings_that_are_faster_in_a_single_round_are_not_recommended(clock, monkeypatch, extra_s, is_better):
+    cores(monkeypatch, 1)
+    steps = []
+
+    def step(batch):
+        steps.append(batch)
+        clock.pass_(STEP_S + (extra_s if 14 < len(steps) <= 19 else 0.0))  # The worker's second trial.
+
+    found = LoaderComparison(step, shuffled(Rows(clock)), CPU, 4, 100.0).compare(ROWS * FETCH_S, Notes())
+    assert len(steps) == 24
+    assert (best_settings(found) is not None) is is_better
+
+
+def test_trials_are_kept_without_a_recommendation_if_their_repetition_fails(clock, monkeypatch):
+    cores(monkeypatch, 1)
+    steps, notes, timeouts = [], Notes(), []
+
+    def step(batch):
+        steps.append(batch)
+        clock.pass_(STEP_S)
+        if len(steps) > 14:
+            raise OSError("no longer")
+
+    def rebuilt(*given, **changed):
+        timeouts.append(changed.get("timeout"))
+        return rebuilt_loader(*given, **changed)
+
+    monkeypatch.setattr(loader_trials, "rebuilt_loader", rebuilt)
+    found = LoaderComparison(step, shuffled(Rows(clock)), CPU, 4, 1.0).compare(ROWS * FETCH_S, notes)
+    assert len(found.others) == 1
+    assert best_settings(found) is None
+    assert [note.code for note in notes.found] == ["loader.not_tried"]
+    assert timeouts[1] >= 10  # Workers may take longer to start than the time left.
+
+
+def test_workers_that_exceed_the_time_are_not_started(clock, monkeypatch):
+    cores(monkeypatch, 64)
+    comparison = LoaderComparison(lambda batch: clock.pass_(STEP_S), shuffled(Rows(clock)), CPU, 4, 40.0)
+    monkeypatch.setattr(multiprocessing.get_context("fork").Process, "start", lambda own: pytest.fail("started"))
+    assert comparison.compare(10.0, Notes()).others == ()  # The least trial takes 10 s.
+
+
+def test_the_time_limit_ends_the_first_steps_of_workers_too(clock, monkeypatch):
+    steps = []
+
+    def step(batch):
+        steps.append(batch)
+        clock.pass_(STEP_S)
+
+    comparison = LoaderComparison(step, shuffled(Rows(clock), num_workers=2), CPU, 4, STEP_S / 2)
+    with pytest.raises(Exception, match="time limit"):
+        comparison.compare(FETCH_S, Notes())
+    assert len(steps) == 1
+
+
+@pytest.mark.parametrize("epoch", range(3, 13))
+def test_steps_are_counted_within_an_epoch(clock, monkeypatch, epoch):
+    monkeypatch.setattr(LoaderComparison, "_fits", lambda *given: False)  # Only the user's loader is of interest.
+
+    def loss(model, batch):
+        clock.pass_(STEP_S)
+        return class_loss(model, batch)
+
+    data = Rows(clock, num=ROWS * epoch)
+    loader, notes = DataLoader(data, ROWS), Notes()
+    subject = TrainingLoop(*linear_loop(3, 2), loss, next(iter(loader)))
+    found = compare_loaders(subject, Candidate(ROWS), loader, ROWS * FETCH_S, 100.0, notes)
+    assert found.num_steps == min(8, epoch - 1)
+    assert found.own.step_s == pytest.approx(STEP_S + ROWS * FETCH_S)
+    assert found.alone_s == pytest.approx(STEP_S)
+
+
+class Ending(Sampler):
+    """A sampler whose generator changes its state when it ends early."""
+
+    def __init__(self):
+        self.num_ended = 0
+
+    def __len__(self):
+        return 80
+
+    def __iter__(self):
+        try:
+            yield from range(80)
+        finally:
+            self.num_ended += 1
+
+
+@pytest.mark.parametrize("error", [None, OSError("in a step")])
+def test_generators_of_samplers_end_before_the_data_are_restored(clock, monkeypatch, error):
+    cores(monkeypatch, 1)
+
+    def step(batch):
+        clock.pass_(STEP_S)
+        if error is not None:
+            raise error
+
+    loader = DataLoader(Rows(clock), ROWS, sampler=Ending())
+    with contextlib.suppress(OSError):
+        LoaderComparison(step, loader, CPU, 4, 100.0).compare(ROWS * FETCH_S, Notes())
+    assert loader.sampler.num_ended == 0
 
 
 def test_a_worker_that_fails_ends_the_comparison_with_a_note(clock, monkeypatch):
@@ -145,6 +254,7 @@ def refused():
         "iterator": DataLoader(ended, 2),
         "own iteration": OwnIteration(Rows(Clock()), 2),
         "few batches": DataLoader(Rows(Clock(), num=4), 2),
+        "few batches for workers": DataLoader(Rows(Clock(), num=6), 2, num_workers=2),
         "no loader": (x for x in range(3)),
     }
 
@@ -170,6 +280,15 @@ def test_workers_that_would_import_the_main_script_are_not_started(monkeypatch):
 def test_workers_would_share_the_position_in_an_open_file():
     data = Rows(Clock())
     with open(__file__, "rb") as data.file:
+        assert notes_of(DataLoader(data, 2)) == ["loader.not_tried"]
+
+
+@pytest.mark.parametrize("package", ["sqlite3", "h5py._hl.files", "builtins"])
+def test_workers_would_share_a_handle_of_a_file(package):
+    data = Rows(Clock())
+    kind = type("Environment", (), {"__module__": package})  # as a class of lmdb
+    with contextlib.closing(sqlite3.connect(":memory:")) as connection:
+        data.handle = connection if package == "sqlite3" else kind()
         assert notes_of(DataLoader(data, 2)) == ["loader.not_tried"]
 
 

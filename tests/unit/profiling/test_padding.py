@@ -28,8 +28,8 @@ def counted(*batches):
     [
         {"input_ids": TOKENS, "attention_mask": MASK},
         {"input_ids": TOKENS, "attention_mask": MASK.bool()},
-        ({"attention_mask": MASK.float()}, torch.zeros(2)),
-        SimpleNamespace(attention_mask=MASK),
+        ({"input_ids": TOKENS, "attention_mask": MASK.float()}, torch.zeros(2)),
+        SimpleNamespace(input_ids=TOKENS, attention_mask=MASK),
     ],
 )
 def test_positions_outside_of_the_attention_mask_are_padding(batch):
@@ -38,8 +38,12 @@ def test_positions_outside_of_the_attention_mask_are_padding(batch):
     assert found.fraction == 0.5
 
 
+def of_length(mask):
+    return {"input_ids": torch.ones(mask.shape, dtype=torch.int64), "attention_mask": mask}
+
+
 def test_batches_of_several_lengths_are_added():
-    found = counted({"attention_mask": MASK}, {"attention_mask": torch.ones(2, 8)}, {"other": torch.ones(2)})
+    found = counted(of_length(MASK), of_length(torch.ones(2, 8)), {"other": torch.ones(2)})
     assert (found.tokens, found.padding, found.num_batches) == (24, 4, 2)
 
 
@@ -58,7 +62,9 @@ def test_ignored_labels_of_a_prompt_are_no_padding():
     "batch",
     [
         {"attention_mask": torch.zeros(2, 1, 4, 4)},
-        {"attention_mask": torch.tensor([[0.0, -1e9]])},
+        of_length(torch.tensor([[0.0, -1e9]])),
+        {"input_ids": TOKENS, "attention_mask": torch.ones(4, 4).tril().long()},  # causal
+        {"input_ids": TOKENS, "attention_mask": torch.ones(4, 4).triu(1).bool()},
         {"attention_mask": None},
         {"x": TOKENS},
         (torch.randn(4, 3), torch.zeros(4)),

@@ -8,12 +8,15 @@ import torch
 from raising import raises
 from small_loops import sgd
 from torch import nn
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, Sampler, TensorDataset
 
 import trimtab
 from trimtab.core.errors import BatchError, ValueGivenError
 from trimtab.integrations.trainer_rules import accumulation_arguments
-from trimtab.profiling.sample_batches import first_batch, loader_of
+from trimtab.profiling.measurement_notes import Notes
+from trimtab.profiling.padding import PaddingCounter
+from trimtab.profiling.sample_batches import draw_some, first_batch, loader_of
+from trimtab.profiling.training_loop import TrainingLoop
 
 ROWS = TensorDataset(torch.randn(32, 4), torch.randint(0, 3, (32,)))
 
@@ -125,3 +128,34 @@ def test_accumulated_batches_are_as_many_steps_of_the_planned_batch(monkeypatch)
         trimtab.plan(model, sgd(model), loss_fn, DataLoader(ROWS, 8), time=0.4, total_steps=10, accumulate=4)
     assert (asked["total_steps"], asked["adapts_batch_size"], asked["budget"].time) == (40, True, 0.1)
     assert isinstance(asked["data"], DataLoader)
+
+
+class Ending(Sampler):
+    """A sampler whose generator changes its state when it ends early."""
+
+    def __init__(self):
+        self.num_ended = 0
+
+    def __iter__(self):
+        try:
+            yield from range(32)
+        finally:
+            self.num_ended += 1
+
+
+def subject():
+    model = nn.Linear(4, 3)
+    return TrainingLoop(model, sgd(model), loss_fn, next(iter(DataLoader(ROWS, 2))))
+
+
+def test_generators_of_samplers_end_before_the_data_are_restored():
+    loader = DataLoader(ROWS, 2, sampler=Ending())
+    assert draw_some(subject(), loader, Notes()).seconds is not None
+    assert loader.sampler.num_ended == 0
+
+
+def test_an_error_in_counting_padding_leaves_the_times(monkeypatch):
+    monkeypatch.setattr(PaddingCounter, "add", lambda *given: 1 / 0)
+    notes = Notes()
+    assert draw_some(subject(), DataLoader(ROWS, 2), notes).seconds is not None
+    assert [note.code for note in notes.found] == ["padding.not_counted"]
