@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, IterableDataset, Sampler, TensorDataset
 import trimtab
 from trimtab.core.errors import BatchError, ValueGivenError
 from trimtab.integrations.trainer_rules import accumulation_arguments
+from trimtab.profiling import sample_batches
 from trimtab.profiling.measurement_notes import Notes
 from trimtab.profiling.padding import PaddingCounter
 from trimtab.profiling.sample_batches import draw_some, first_batch, loader_of
@@ -148,7 +149,8 @@ def subject():
     return TrainingLoop(model, sgd(model), loss_fn, next(iter(DataLoader(ROWS, 2))))
 
 
-def test_generators_of_samplers_end_before_the_data_are_restored():
+def test_generators_of_samplers_end_before_the_data_are_restored(monkeypatch):
+    monkeypatch.setattr(sample_batches, "_DRAWING_S", 0.0)  # The generator is left suspended.
     loader = DataLoader(ROWS, 2, sampler=Ending())
     assert draw_some(subject(), loader, Notes()).seconds is not None
     assert loader.sampler.num_ended == 0
