@@ -138,7 +138,9 @@ class LoaderComparison:
         """Try settings until the loader's cost is removed, or the time is over."""
         loader, num_cores = self._loader, _num_cores()
         own = LoaderSettings(loader.num_workers, loader.prefetch_factor, bool(loader.pin_memory))
+        start = time.perf_counter()
         first = self._trial(own, keeps=True)
+        trial_s = time.perf_counter() - start
         alone_s = self._mean_s(self._batches)
         self._batches.clear()
         found = LoaderTrials(alone_s, first, 0.0, (), self._num_steps, self._epoch, loader.persistent_workers)
@@ -150,6 +152,8 @@ class LoaderComparison:
             if (tried := self._attempt(wanted, what, notes)) is None:
                 break
             found = replace(found, others=(*found.others, tried))
+            if self._deadline_s - time.perf_counter() < 3 * trial_s:  # for a further trial and two repeated ones
+                break
         return self._repeated(found, notes)
 
     def _repeated(self, found: LoaderTrials, notes: Notes) -> LoaderTrials:

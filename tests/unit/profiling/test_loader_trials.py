@@ -139,6 +139,19 @@ def test_settings_that_are_faster_in_a_single_round_are_not_recommended(clock, m
     assert (best_settings(found) is not None) is is_better
 
 
+def test_time_is_left_to_repeat_the_fastest_settings(clock, monkeypatch):
+    cores(monkeypatch, 1)
+    steps = []
+
+    def step(batch):
+        steps.append(batch)
+        clock.pass_(STEP_S + (0.003 if 9 < len(steps) <= 19 else 0.0))  # A worker removes a part of the cost only.
+
+    found = LoaderComparison(step, shuffled(Rows(clock)), CPU, 4, 0.38).compare(ROWS * FETCH_S, Notes())
+    assert len(found.others) == 1
+    assert best_settings(found) is not None
+
+
 def test_trials_are_kept_without_a_recommendation_if_their_repetition_fails(clock, monkeypatch):
     cores(monkeypatch, 1)
     steps, notes, timeouts = [], Notes(), []
