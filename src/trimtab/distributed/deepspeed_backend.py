@@ -150,6 +150,7 @@ class DeepSpeedZero:
 
     in_step = True
     may_retry = False
+    accumulates_alone = False
 
     def __init__(self) -> None:
         self.exchange = RankExchange(None)
