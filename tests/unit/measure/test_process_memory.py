@@ -119,8 +119,9 @@ def test_a_loop_that_returns_memory_is_not_served_from_the_memory_of_one_that_re
 
     pages = 3 * size * 4 // resource.getpagesize()
     with process_state.separate_heaps():
-        for _ in range(3):
-            assert faults() >= pages
+        for turn in range(3):
+            found = faults()
+            assert found >= pages or not turn  # Memory freed before the context may serve the first loop.
             process_state.set_allocator_mode("retain")
             try:
                 faults()
