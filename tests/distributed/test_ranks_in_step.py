@@ -128,10 +128,11 @@ def test_a_paired_run_is_the_same_on_ranks_whose_clocks_differ(found):
 def test_a_peak_counts_the_buckets_that_ddp_holds(found):
     """Of as many samples on one process, and a bucket for each gradient."""
     half = replace(tiny, batch_size=tiny.batch_size // 2)
-    alone = trimtab.compare(half, plan=Plan.fixed(16), options=RunOptions(3, 1))
-    peaks = [each.table.value("peak_memory", "baseline") for each in (found[1][0]["whole"], alone)]
+    # The larger of two: memory of earlier tests that is freed during a measured step lowers its count.
+    loops = [trimtab.compare(half, plan=Plan.fixed(16), options=RunOptions(3, 1)) for _ in range(2)]
+    whole, *alone = (each.table.value("peak_memory", "baseline") for each in (found[1][0]["whole"], *loops))
     buckets = storage_bytes(tiny.make_model().parameters())
-    assert peaks[0] == pytest.approx(peaks[1] + buckets, rel=0.05)
+    assert whole == pytest.approx(max(alone) + buckets, rel=0.05)
     assert buckets > 0.1 * peaks[0]
 
 
