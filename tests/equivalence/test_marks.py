@@ -37,6 +37,8 @@ STEPS = 3
 MISSING = set() if process_state.can_retain() else {"allocator"}
 MISSING |= set() if shutil.which("g++") else {"compiled"}
 MISSING |= {"offload"}  # These loops train on a CPU; see tests/gpu/test_offload_on_cuda.py.
+# The recorder of gradients keeps the step out of the backward pass; see test_optimizer_in_backward.py.
+MISSING |= {"step_in_backward"}
 # Settings by which several ranks share a model: tests/distributed compares each of them with one process.
 SHARED = {setting.name for setting in SHARDING}
 CHANGES = {name: setting.examples for name, setting in SETTINGS.items() if name not in SHARED | MISSING}
@@ -85,8 +87,6 @@ def test_a_change_makes_the_tier_its_mark_says(name, value):
     assert planned(name, value).plan_kind == ("tuned" if MARKS[name] is Effect.TRAINING else "equivalent")
 
 
-# Gradients are recorded by a hook before the step, which keeps the step out of the backward pass.
-@pytest.mark.filterwarnings("ignore:plan.step_in_backward had no effect:UserWarning")
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 @pytest.mark.parametrize(("name", "value"), [c for c in changes if MARKS[c[0]] is Effect.BITWISE])
 def test_exact_choices_change_the_order_of_summation_at_most(name, value, optimizer):

@@ -51,8 +51,7 @@ class BlockCost:
         passing_bytes: held until the end of the whole forward, and not saved: autocast's cache of weights.
         cached_bytes: the same, if nothing is kept.
         is_linked: True if only the next stage uses the output, so that a segment may extend beyond this stage.
-        part: costs of keeping the results of matrix products and attention only, if possible.
-        levels: costs of keeping further sets of results.
+        parts: costs of keeping only some results, if possible; the first of matrix products and attention only.
     """
 
     forward_s: float
@@ -67,13 +66,7 @@ class BlockCost:
     passing_bytes: int = 0
     cached_bytes: int = 0
     is_linked: bool = True
-    part: ExpensivePart | None = None
-    levels: tuple[ExpensivePart, ...] = ()
-
-    @property
-    def parts(self) -> tuple[ExpensivePart, ...]:
-        """All ways to keep the stage in part."""
-        return (*(() if self.part is None else (self.part,)), *self.levels)
+    parts: tuple[ExpensivePart, ...] = ()
 
 
 Cost = TypeVar("Cost", BlockCost, ExpensivePart)
@@ -148,8 +141,7 @@ class BlockChainModel:
                 each = {}  # Blocks with few operators repeat a set.
                 for kept, part in zip(traced, parts, strict=True):
                     each[kept.results[index]] = _part(part.stages[index], kept.results[index], kept.shares[index])
-                first, *levels = each.values()
-                found.append(replace(stage, part=first, levels=tuple(levels)))
+                found.append(replace(stage, parts=tuple(each.values())))
             return replace(chain, stages=(*found, last))
 
         few = parted(self.few, [each.chain.few for each in traced])
@@ -169,23 +161,18 @@ class BlockChainModel:
             found = []
             for index, stage in enumerate(stages):
                 whole_s = forward_s(index, rows)
-                part, *levels = (
-                    (replace(each, recompute_s=each.forward_share * whole_s) for each in (stage.part, *stage.levels))
-                    if stage.part
-                    else (None,)
-                )
-                if part is not None and part_s is not None:
-                    part = replace(part, recompute_s=part_s(index, rows))
-                found.append(replace(stage, forward_s=whole_s, part=part, levels=tuple(levels)))
+                parts = [replace(each, recompute_s=each.forward_share * whole_s) for each in stage.parts]
+                if parts and part_s is not None:
+                    parts[0] = replace(parts[0], recompute_s=part_s(index, rows))
+                found.append(replace(stage, forward_s=whole_s, parts=tuple(parts)))
             return replace(chain, stages=(*found, last))
 
         fewer, more = self.rows
         return replace(self, few=timed(self.few, fewer), many=timed(self.many, more))
 
     def _stage(self, few: BlockCost, many: BlockCost, rows: int) -> BlockCost:
-        part = few.part and many.part and self._interpolated(few.part, many.part, rows)
-        levels = tuple(self._interpolated(*pair, rows) for pair in zip(few.levels, many.levels, strict=True))
-        return replace(self._interpolated(few, many, rows), part=part, levels=levels)
+        parts = tuple(self._interpolated(*pair, rows) for pair in zip(few.parts, many.parts, strict=True))
+        return replace(self._interpolated(few, many, rows), parts=parts)
 
     def _interpolated(self, few: Cost, many: Cost, rows: int) -> Cost:
         """Return the costs with all bytes and seconds on lines; none but gradients is below 0."""

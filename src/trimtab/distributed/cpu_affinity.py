@@ -1,4 +1,4 @@
-"""Placement of ranks: detects ranks on shared cores or a shared GPU, where scaling measurements are meaningless."""
+"""Placement of ranks: detects ranks on shared cores or a shared GPU, which make scaling figures meaningless."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def oversubscribed_resource() -> str:
 
 
 def resource_of_placements(seats: Sequence[RankPlacement]) -> str:
-    """Return the oversubscribed resource for these placements: "cores", "devices", or ""."""
+    """Return the oversubscribed resource for placements of ranks: "cores", "devices", or ""."""
     nodes = {seat.node: [each for each in seats if each.node == seat.node] for seat in seats}
     if any(seat.device for seat in seats):
         return "devices" if any(len({each.device for each in own}) < len(own) for own in nodes.values()) else ""

@@ -25,14 +25,14 @@ _COPIED_BYTES = 64 * 2**20
 
 
 def own_cores() -> frozenset[int]:
-    """Return the core numbers in this process's affinity mask, or all cores if there is no affinity support."""
+    """Return the core numbers in this process's affinity mask, or all cores without affinity support."""
     if hasattr(os, "sched_getaffinity"):
         return frozenset(os.sched_getaffinity(0))
     return frozenset(range(os.cpu_count() or 1))
 
 
 def environment(*, has_gpu: bool | None = None) -> dict[str, str]:
-    """Return versions and settings that affect measurements, without personal data, host names or paths.
+    """Return versions and settings with an effect on measurements, without personal data, host names or paths.
 
     `has_gpu` includes the GPU's name, which initializes CUDA; None to include it if a GPU exists.
     """
@@ -95,7 +95,7 @@ def device_spec(device: torch.device) -> DeviceSpec:
 
 
 def _measured_cpu(num_threads: int) -> tuple[dict[str, float], float, str]:
-    """Return peak FLOP/s, bandwidth and how they were measured.
+    """Return peak FLOP/s, bandwidth and the method of measurement.
 
     While other processes load the machine, fewer threads are timed by their processor time. Products scale with the
     number of threads where the processor has instructions for them; bandwidth, which threads share, scales about with
@@ -150,7 +150,7 @@ def measured_cpu_bandwidth(num_threads: int) -> float:
 
 
 def native_precisions() -> tuple[str, ...]:
-    """Return the half precisions for which this CPU has matrix or vector instructions."""
+    """Return the half precisions with matrix or vector instructions on this CPU."""
     capabilities: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
     present = [name for name, found in capabilities.items() if found is True]
     return tuple(kind for kind in ("bf16", "fp16") if any(kind in name for name in present))

@@ -1,4 +1,4 @@
-"""Recommendations for changes that trimtab cannot apply itself."""
+"""Recommendations for changes by the user."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def _data(profile: Profile) -> Iterator[Note]:
 
 
 def _loader(profile: Profile) -> Iterator[Note]:
-    """Recommend settings of the DataLoader that were faster in training steps, or report that none were."""
+    """Recommend DataLoader settings with measured faster training steps, or report the waiting time."""
     if (found := profile.loader) is None:
         return
     own, lost_s, best = found.own, found.own.step_s - found.alone_s, best_settings(found)
@@ -119,7 +119,7 @@ def _padding(profile: Profile, chosen: MeasuredCost | None, winner: Candidate) -
 
 
 def _without_padding(profile: Profile, count: PaddingCount) -> str:
-    """Return the change that removes the padding with the libraries of the loop."""
+    """Return the change to remove the padding with the libraries of the loop."""
     if 2 * count.fixed > count.padding:
         return 'Pad each batch to its longest sample, as padding=True or "longest" of a Transformers tokenizer does.'
     grouped = 'TrainingArguments(train_sampling_strategy="group_by_length")'

@@ -1,4 +1,4 @@
-"""Activation checkpointing schedules to consider for a candidate, and their time and memory."""
+"""Time and memory of a candidate's activation checkpointing schedules."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from trimtab.plans.profile import Candidate, Profile, RecomputableBlocks
 
 
 def chain_of(profile: Profile, candidate: Candidate) -> BlockChain | None:
-    """Return the chain of a candidate's micro-batch; None if its blocks were not or cannot be measured."""
+    """Return the chain of a candidate's micro-batch; None without measured blocks."""
     found = profile.recomputable_of(candidate)
     if found is None:
         return None
@@ -42,7 +42,7 @@ def peak_bytes(profile: Profile, candidate: Candidate) -> int | None:
 
 
 def recompute_time_fraction(profile: Profile, candidate: Candidate) -> float | None:
-    """Return the recomputed time of a candidate, as a fraction of the step in which its blocks were measured."""
+    """Return the recomputed time of a candidate, as a fraction of the measured step without recomputation."""
     found, chain = profile.recomputable_of(candidate), chain_of(profile, candidate)
     if found is None or chain is None:
         return None
@@ -53,7 +53,7 @@ def recompute_time_fraction(profile: Profile, candidate: Candidate) -> float | N
 def schedules(profile: Profile, candidate: Candidate, budget: Budget, margin: float) -> tuple[str, ...]:
     """Return the schedules to consider for a candidate without recomputation, as text.
 
-    A schedule states for each block what is kept and what is recomputed. Considered are: every block, segments of
+    Considered are: every block, segments of
     sqrt(L) blocks, and the schedule of least recomputation within the memory limit; with large micro-batches also
     those within fixed fractions of the peak. `margin` is added to a predicted peak before comparison.
     """
@@ -71,7 +71,7 @@ def schedules(profile: Profile, candidate: Candidate, budget: Budget, margin: fl
 def _schedules(chain: BlockChain, limit_bytes: int | None, known: tuple[str, ...]) -> tuple[str, ...]:
     stages, number = chain.stages, len(chain.stages) - 1
     found = [EVERY_BLOCK, to_notation(sqrt_segments(number, [stage.is_linked for stage in stages[: number - 1]]))]
-    if all(stage.part is not None for stage in stages[:-1]):
+    if all(stage.parts for stage in stages[:-1]):
         found.append(to_notation(tuple(KeptBlock(index, in_part=True) for index in range(number))))
     best = None
     if limit_bytes is not None:
@@ -85,7 +85,7 @@ def _schedules(chain: BlockChain, limit_bytes: int | None, known: tuple[str, ...
 
 
 def _whole(chain: BlockChain, candidate: Candidate) -> Schedule:
-    """Return a candidate's schedule including the final stage after the blocks, which is kept."""
+    """Return a candidate's schedule including the final, kept stage after the blocks."""
     number = len(chain.stages) - 1
     blocks = keep_all(number) if candidate.recompute is None else schedule_of(candidate.recompute, number)
     return (*blocks, KeptBlock(number))

@@ -39,12 +39,12 @@ from trimtab.settings.conflicts import check_conflicts
 
 @dataclass(frozen=True)
 class ZeroStageCost:
-    """A ZeRO stage with its best settings within the limits.
+    """A ZeRO stage with the best settings within the limits.
 
     Args:
         zero_stage: 0 to 3.
-        reduces_once: True if gradients are reduced once per window, False if after each micro-batch.
-        refusal: reason for excluding the stage, in which case the other figures are None; else "".
+        reduces_once: True if gradients are reduced once per window, False if after every micro-batch.
+        refusal: reason for excluding the stage, or ""; all figures are then None.
         peak_bytes: peak of a rank; None if unknown.
         window_s: seconds per window.
         waiting_s: part of `window_s` spent waiting for communication.
@@ -204,7 +204,7 @@ class Plan(_Choices):  # type: ignore[misc]
 
     @classmethod
     def effects(cls) -> dict[str, Effect]:
-        """Return the numerical effect of each setting.
+        """Return the numerical effect of every setting.
 
         In a plan that splits a batch although its check failed, the micro-batch changes the training.
         """
@@ -216,7 +216,7 @@ class Plan(_Choices):  # type: ignore[misc]
         return self.having(recompute=choice, recompute_blocks=blocks)
 
     def having(self, **changes: Any) -> Plan:
-        """Return the plan with other choices for some settings, or other values for some of its facts."""
+        """Return the plan with new choices of settings, or new facts."""
         return replace(self, **changes)
 
     @property
@@ -262,16 +262,16 @@ class Plan(_Choices):  # type: ignore[misc]
 
     @property
     def changes(self) -> tuple[str, ...]:
-        """Names of the fields that differ from the reference; empty if nothing changes."""
+        """Names of the fields with changes from the reference; empty if nothing changes."""
         return tuple(name for name, choice in self.choices() if choice.changed)
 
     @property
     def changes_in_words(self) -> str:
-        """The changes with their values as text; "" if nothing changes."""
+        """The changes and values as text; "" if nothing changes."""
         return self.values_in_words(self.changes)
 
     def values_in_words(self, names: Iterable[str]) -> str:
-        """Return names of choices with their values as text."""
+        """Return names and values of choices as text."""
         return ", ".join(f"{name.replace('_', ' ')} {getattr(self, name).value}" for name in names)
 
     @property
@@ -281,7 +281,7 @@ class Plan(_Choices):  # type: ignore[misc]
         return "tuned" if dynamics else "equivalent"
 
     def save(self, path: str | Path) -> Path:
-        """Write the plan as a JSON file, which replaces an existing file at once, and return the path."""
+        """Write the plan as a JSON file, replacing an existing file at once, and return the path."""
         path = Path(path)
         write_result(path, to_json(self, indent=1))
         return path
@@ -319,7 +319,7 @@ class Plan(_Choices):  # type: ignore[misc]
 
 
 def without_graphs(plan: Plan, why: str) -> Plan:
-    """Return a plan without CUDA graphs; measurements and predictions that used graphs are removed."""
+    """Return a plan without CUDA graphs and without the measurements and predictions of graphs."""
     value = plan.compiled.value
     if not is_recorded(value):
         return plan

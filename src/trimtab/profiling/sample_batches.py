@@ -83,7 +83,7 @@ def loader_of(loader_or_batch: Any) -> Iterable[Any] | None:
 
 
 def first_batch(loader: Iterable[Any]) -> Any:
-    """Return the first batch of a loader, which the next epoch will yield again.
+    """Return the first batch of a loader; the next epoch yields the batch again.
 
     `ValueGivenError` if the loader contains an iterator, or is empty.
     """
@@ -179,7 +179,7 @@ def _are_equal(ours: Any, theirs: Any) -> bool:
 
 
 def waiting_s(drawing_s: float, phases: Mapping[str, float], data: Any) -> float:
-    """Return the seconds per step that a loop waits for data; loader workers overlap with the step."""
+    """Return the seconds per step of waiting for data; loader workers overlap with the step."""
     num_workers = getattr(data, "num_workers", 0)
     at_once = isinstance(num_workers, int) and num_workers > 0
     return max(0.0, drawing_s - sum(phases.values())) if at_once else drawing_s

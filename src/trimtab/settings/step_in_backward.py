@@ -1,7 +1,7 @@
-"""Optimizer step within the backward pass: no gradient is held after its parameter's update.
+"""Optimizer step within the backward pass: gradients are freed after the update of the parameter.
 
-Set by hand only. Loops that call `run.backward` and `run.step` themselves, as trainers do, may read the gradient
-between the two, so they step as usual; a plan made for them would not keep its memory limit.
+Set by hand only. Trainers, and loops with calls of `run.backward` and `run.step`, may read gradients between the calls.
+They step after the backward pass, and a memory limit met by an early step would be exceeded.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class StepInBackward(Setting):
-    """Update of each parameter as soon as its gradient is complete, in windows of one micro-batch in `train_step`."""
+    """Update of every parameter upon completion of the gradient, in `train_step` with a single micro-batch."""
 
     name = "step_in_backward"
     default = False
@@ -49,22 +49,22 @@ class StepInBackward(Setting):
         return "a step within the backward pass" if value else "a step after the backward pass"
 
     def require(self, loop: LiveLoop, value: Scalar) -> None:
-        from trimtab.techniques.step_in_backward import require_steps_by_parameter
+        from trimtab.techniques.optimizer_in_backward import require_steps_by_parameter
 
         require_steps_by_parameter(loop.model, loop.optimizer)
 
     def apply(self, loop: LiveLoop, value: Scalar) -> Undo | None:
-        from trimtab.techniques.step_in_backward import StepInBackward as Hooks
+        from trimtab.techniques.optimizer_in_backward import StepInBackward as Hooks
 
         undo: Undo = Hooks(loop.optimizer).undo
         return undo
 
 
 def require_gradient_unused(plan: Plan, needs: Mapping[str, object]) -> None:
-    """Raise `ValueGivenError` if the plan steps in the backward pass and an argument of the run needs the gradient.
+    """Raise `ValueGivenError` if the plan steps in the backward pass and a run's argument needs the gradient.
 
     Args:
-        needs: argument of `trimtab.start` -> true if it needs the gradient of the whole step, or repeats the step.
+        needs: argument of `trimtab.start` -> true if the argument needs the whole gradient, or repeats the step.
     """
     named = next((name for name, is_needed in needs.items() if is_needed), None)
     if plan.step_in_backward.value and named is not None:

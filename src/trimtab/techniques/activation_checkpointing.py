@@ -1,6 +1,6 @@
 """Activation checkpointing of a model's blocks by a schedule, applied in place and reversible.
 
-The forward of a block goes through `torch.utils.checkpoint` (non-reentrant), see `techniques.replaced_forwards`. The
+The forward of a block goes through `torch.utils.checkpoint` (non-reentrant), see `techniques.replaced_classes`. The
 first block of a multi-block segment runs the whole segment; the following blocks, called in turn by the model's own
 code, return the segment's result after checking that their input is that result. A block kept in part does not go
 through `torch.utils.checkpoint`: see `techniques.operator_recomputation`.
@@ -35,7 +35,7 @@ from trimtab.techniques.operator_recomputation import (
     keep_operators,
     selective_contexts,
 )
-from trimtab.techniques.replaced_forwards import call_of, is_replaced, own_class, replace_forwards
+from trimtab.techniques.replaced_classes import call_of, is_replaced, own_class, replace_forwards
 
 # Comparison of a recomputed forward with the original forward.
 

@@ -24,7 +24,7 @@ from trimtab.measure.blocks import find_blocks
 from trimtab.techniques.activation_checkpointing import keeps_activations
 from trimtab.techniques.compiled_call import is_compiled
 from trimtab.techniques.host_transfers import BufferPool, CudaTransfers
-from trimtab.techniques.replaced_forwards import is_replaced, replace_forwards
+from trimtab.techniques.replaced_classes import is_replaced, replace_forwards
 
 LEAST_BYTES = 2**16  # Smaller storages stay on the device: a copy takes longer to start than to run.
 _MOST_UNUSED = 8  # Multiple of a tensor's bytes; a larger storage is mostly another's, such as a data set's.

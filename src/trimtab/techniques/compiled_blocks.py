@@ -26,8 +26,8 @@ _numbers = itertools.count()
 def repeated_blocks(model: nn.Module) -> _Groups:
     """Return the blocks of a model by class and parameter shapes; {} if no kind repeats.
 
-    Kinds with a single block belong to the result too, for example the first blocks of the stages of a ResNet. If no
-    block repeats, the blocks inside of them are returned, for example the layers of an encoder and of a decoder.
+    The result includes kinds with a single block, for example the first blocks of the stages of a ResNet. If no block
+    repeats, inner blocks are returned, for example the layers of an encoder and a decoder.
     """
     if isinstance(model, torch.jit.ScriptModule):  # Has no modules by name.
         return {}
@@ -49,9 +49,8 @@ def repeated_blocks(model: nn.Module) -> _Groups:
 class CompiledBlocks:
     """The calls of a model's repeated blocks, compiled at the first call of each kind.
 
-    A block runs in eager mode where compiled code would be wrong or of no use: if it has hooks, which torch ignores
-    when it reuses the code of another block; without gradients, for example in `generate()`; and in transforms of
-    `torch.func`.
+    Blocks run in eager mode with hooks (torch ignores hooks in code reused from an earlier block), without gradients
+    (for example in `generate()`), and in transforms of `torch.func`.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -76,7 +75,7 @@ class CompiledBlocks:
 
 
 class KeyValueCaches:
-    """The key-value caches of a Transformers model, which training does not need."""
+    """The key-value caches of a Transformers model; training does not need caches."""
 
     def __init__(self, model: nn.Module) -> None:
         configs = {id(each.config): each.config for each in model.modules() if hasattr(each, "config")}
@@ -86,8 +85,8 @@ class KeyValueCaches:
     def off(self) -> Iterator[None]:
         """Turn the caches off inside the context, if gradients are computed.
 
-        Each block changes its own part of the cache. This would cause a compilation per block, and torch does not
-        compile a recomputed block with such a change.
+        Every block changes a separate part of the cache. This would cause a compilation per block, and torch does not
+        compile recomputed blocks with such changes.
         """
         cached = [each for each in self._configs if each.use_cache is True] if torch.is_grad_enabled() else []
         for config in cached:
@@ -100,7 +99,7 @@ class KeyValueCaches:
 
 
 def _call_block(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call a block; the block is an argument, so that its kind shares the compiled code."""
+    """Call a block; the block is an argument, so that equal blocks share the compiled code."""
     return block._call_impl(*args, **kwargs)
 
 

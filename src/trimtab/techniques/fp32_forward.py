@@ -1,12 +1,10 @@
 """Forward of some modules in fp32 while the model runs under autocast, applied in place and reversible.
 
-The class of a module is replaced by a subclass whose forward disables autocast and converts half-precision arguments to
-fp32. Parameter names, state and `isinstance` checks are unaffected, and a copy of the model is a plain model.
+The forward disables autocast and converts half-precision arguments to fp32 (`techniques.replaced_classes`).
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,8 +14,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from trimtab.nn import LossHead
+from trimtab.techniques.replaced_classes import ReplacedClass, replace_classes
 
-_USE = "_trimtab_fp32"
 _HALF = (torch.bfloat16, torch.float16)
 
 
@@ -34,27 +32,20 @@ class Fp32Use:
     is_used: bool = False
 
 
-class InFp32:
-    """Mixin placed before a module's own class in the method resolution order."""
+class InFp32(ReplacedClass):
+    """Mixin of a module whose forward runs in fp32."""
+
+    state_name = "_trimtab_fp32"
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return _call(self.__dict__[_USE], super().forward, args, kwargs)  # type: ignore[misc]
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        reduced: Any = super().__reduce_ex__(max(2, protocol))
-        rebuild, arguments, *rest = reduced
-        if arguments and isinstance(arguments[0], type) and issubclass(arguments[0], InFp32):
-            rebuild, arguments = _plain, (_own_class(arguments[0]), *arguments[1:])
-        if rest and isinstance(rest[0], dict):
-            rest[0] = {name: value for name, value in rest[0].items() if name != _USE}
-        return rebuild, arguments, *rest
+        return _call(self.__dict__[InFp32.state_name], super().forward, args, kwargs)  # type: ignore[misc]
 
 
 class _LossInFp32(InFp32):
     """Mixin for `trimtab.nn.LossHead`, whose loss is a second entry point."""
 
     def loss(self, *args: Any, **kwargs: Any) -> Any:
-        return _call(self.__dict__[_USE], super().loss, args, kwargs)  # type: ignore[misc]
+        return _call(self.__dict__[InFp32.state_name], super().loss, args, kwargs)  # type: ignore[misc]
 
 
 def run_in_fp32(modules: Sequence[nn.Module], device_type: str) -> tuple[list[Fp32Use], Callable[[], None]]:
@@ -67,24 +58,9 @@ def run_in_fp32(modules: Sequence[nn.Module], device_type: str) -> tuple[list[Fp
     Returns:
         The use of each module, and a function that restores the classes.
     """
-    plain = [type(module) for module in modules]
-    kinds = [_swapped(kind) for kind in plain]
+    mixins = [_LossInFp32 if isinstance(module, LossHead) else InFp32 for module in modules]
     uses = [Fp32Use(device_type) for _ in modules]
-
-    def undo() -> None:
-        for module, before, kind in zip(modules, plain, kinds, strict=True):
-            if type(module) is kind:  # Skip modules whose class the user replaced since.
-                module.__class__ = before
-            module.__dict__.pop(_USE, None)
-
-    try:
-        for module, kind, use in zip(modules, kinds, uses, strict=True):
-            module.__dict__[_USE] = use
-            module.__class__ = kind
-    except BaseException:  # A class with another memory layout, or Ctrl-C after some classes were replaced.
-        undo()
-        raise
-    return uses, undo
+    return uses, replace_classes(modules, mixins, uses)
 
 
 def _call(use: Fp32Use, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -113,19 +89,3 @@ def _to_fp32(leaf: Any) -> Any:
 
 def _is_half(leaf: Any) -> bool:
     return isinstance(leaf, Tensor) and leaf.dtype in _HALF
-
-
-@functools.cache
-def _swapped(plain: type[nn.Module]) -> type[nn.Module]:
-    mixin = _LossInFp32 if issubclass(plain, LossHead) else InFp32
-    return type(plain.__name__, (mixin, plain), {"__module__": plain.__module__, "__qualname__": plain.__qualname__})
-
-
-def _own_class(kind: type) -> type:
-    """Return the class before the mixin, which also holds if activation checkpointing replaced the class again."""
-    order = kind.__mro__
-    return order[order.index(InFp32) + 1]
-
-
-def _plain(kind: type[nn.Module], *others: Any) -> nn.Module:
-    return kind.__new__(kind, *others)

@@ -27,7 +27,7 @@ from trimtab.settings.schedule import rate_factor, require_rates
 from trimtab.techniques import optimizers
 from trimtab.techniques.learning_rate import applied_rate, scaled_rates
 from trimtab.techniques.mixed_precision import MixedPrecision
-from trimtab.techniques.step_in_backward import stepping_in
+from trimtab.techniques.optimizer_in_backward import stepping_in
 from trimtab.training import loop_errors
 from trimtab.training.accumulation import WindowWeights, drop_gradients
 from trimtab.training.apply_plan import apply_plan, lay_out, require_free, technique_states

@@ -21,7 +21,7 @@ from trimtab.core.errors import ValueGivenError
 def chain(rows):
     """Return one whose bytes are 3 and 2 a row, with 7 that rows do not change; and 0.5 s besides those of rows."""
     part = ExpensivePart(rows, rows, 0.3 + 0.2 * rows)
-    stage = BlockCost(0.5 + 0.1 * rows, 2 * rows, 7 + 3 * rows, 9 + 3 * rows, 2 * rows, rows, 50, part=part)
+    stage = BlockCost(0.5 + 0.1 * rows, 2 * rows, 7 + 3 * rows, 9 + 3 * rows, 2 * rows, rows, 50, parts=(part,))
     return BlockChain((stage, BlockCost(0.0, 0, 4, 4, 4, 4, is_linked=False)), 1000 + rows)
 
 
@@ -36,9 +36,9 @@ def test_bytes_and_seconds_lie_on_lines():
             assert ours.forward_bytes == theirs.forward_bytes
             assert ours.gradient_bytes == theirs.gradient_bytes
             assert ours.is_linked == theirs.is_linked
-        assert found.stages[0].part.saved_bytes == rows
-        assert found.stages[0].part.recompute_s == pytest.approx(0.3 + 0.2 * rows)
-        assert found.stages[1].part is None
+        assert found.stages[0].parts[0].saved_bytes == rows
+        assert found.stages[0].parts[0].recompute_s == pytest.approx(0.3 + 0.2 * rows)
+        assert found.stages[1].parts == ()
 
 
 def test_nothing_is_less_than_none():
@@ -73,7 +73,7 @@ def test_parts_are_those_of_the_chains_that_were_traced():
     expected = [ExpensivePart(60, 30, 0.75, 1, None, 0.125), ExpensivePart(30, 15, 3.0, 1, (1,), 0.5)]
     assert [*found.parts] == [*expected, ExpensivePart(15, 8, 6.0, 1, (), 1.0)]
     timed = plain.with_parts(sets[:1]).with_seconds(lambda index, rows: 1.0, lambda index, rows: 0.25).at(6)
-    assert timed.stages[0].part.recompute_s == 0.25
+    assert timed.stages[0].parts[0].recompute_s == 0.25
 
 
 LARGE, RANDOM, SMALL = (

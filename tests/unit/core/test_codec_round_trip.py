@@ -85,7 +85,9 @@ def choice(found: st.SearchStrategy[Any]) -> st.SearchStrategy[Choice]:
 
 
 weights = st.floats(0, 1e308)
-stages = st.builds(BlockCost, floats, *[counts] * 10, st.booleans(), st.none() | st.builds(ExpensivePart))
+stages = st.builds(
+    BlockCost, floats, *[counts] * 10, st.booleans(), st.lists(st.builds(ExpensivePart), max_size=2).map(tuple)
+)
 chain_models = st.tuples(*[st.builds(BlockChain, st.tuples(stages, stages), counts)] * 2)
 KINDS |= {
     Objective: st.tuples(weights, weights, weights).filter(any).map(lambda given: Objective(*given)),

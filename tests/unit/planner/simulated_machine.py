@@ -143,7 +143,7 @@ class Machine:
         unit = (whole - fixed) // 10
         seconds = (self.forward_s or 0.0) / 4 * rows / self.rows
         part = ExpensivePart(unit, unit // 4, seconds / 10)
-        block = BlockCost(seconds, unit // 5, 2 * unit, 2 * unit, unit, unit // 4, part=part)
+        block = BlockCost(seconds, unit // 5, 2 * unit, 2 * unit, unit, unit // 4, parts=(part,))
         last = BlockCost(0.0, 0, 3 * unit // 2, 3 * unit // 2, 3 * unit // 2, unit // 2, is_linked=False)
         return BlockChain((*[block] * 3, replace(block, is_linked=False), last), fixed)
 

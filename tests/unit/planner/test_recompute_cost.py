@@ -20,10 +20,10 @@ from trimtab.planner.recompute_cost import every_block, keep_all, predict, sqrt_
 from trimtab.planner.recompute_solver import optimal
 
 
-def stage(saved=4, *, f=1.0, out=1, forward=None, dropping=None, backward=0, grad=0, part=None, **others):
+def stage(saved=4, *, f=1.0, out=1, forward=None, dropping=None, backward=0, grad=0, parts=(), **others):
     forward = saved if forward is None else forward
     dropping = forward if dropping is None else dropping
-    return BlockCost(f, out, saved, forward, dropping, backward, grad, part=part, **others)
+    return BlockCost(f, out, saved, forward, dropping, backward, grad, parts=parts, **others)
 
 
 def alike(number, **how):
@@ -131,7 +131,8 @@ def test_a_schedule_of_other_stages_is_refused():
         predict(alike(2), (KeptBlock(1), KeptBlock(0)))
     with raises(UsageError, code="value.invalid", field="plan.recompute"):
         predict(
-            alike(2, part=ExpensivePart(2, 2, 0.1)), (RecomputedSegment((KeptBlock(0, in_part=True),)), KeptBlock(1))
+            alike(2, parts=(ExpensivePart(2, 2, 0.1),)),
+            (RecomputedSegment((KeptBlock(0, in_part=True),)), KeptBlock(1)),
         )
 
 
@@ -149,8 +150,8 @@ def chains(draw, most=4):
         level = in_part.map(lambda part: replace(part, results=(1,)))
         link, spare = draw(st.integers(0, 3)) > 0, draw(st.integers(0, out))
         others = {"spare_bytes": spare, "is_linked": link, "beside_bytes": 0 if link else draw(st.integers(0, 3))}
-        others |= {"forward": forward, "dropping": dropping, "backward": backward, "part": draw(st.none() | in_part)}
-        others["levels"] = draw(st.lists(level, max_size=1).map(tuple))
+        others |= {"forward": forward, "dropping": dropping, "backward": backward}
+        others["parts"] = (*draw(st.lists(in_part, max_size=1)), *draw(st.lists(level, max_size=1)))
         each.append(stage(saved, f=f, out=out, grad=grad, **others))
     return each
 
@@ -212,7 +213,7 @@ def test_what_cannot_be_met_is_none():
 
 def test_the_dear_part_alone_is_kept_where_that_is_enough():
     """It is recomputed at a tenth of what the whole stage takes."""
-    chain = alike(4, saved=10, out=1, part=ExpensivePart(4, 6, 0.1))
+    chain = alike(4, saved=10, out=1, parts=(ExpensivePart(4, 6, 0.1),))
     schedule = optimal(chain, 4 * 4 + 10)
     assert schedule is not None
     found = predict(chain, schedule)

@@ -100,8 +100,8 @@ def test_peaks_are_those_that_are_counted(micro_batch):
     subject, found = measured()
     assert found.blocks == tuple(str(index) for index in range(L))
     for model in (found.whole, found.sliced):  # Keeping the expensive part alone holds less.
-        assert all(stage.part.saved_bytes < stage.saved_bytes for stage in model.many.stages[:-1])
-        assert model.many.stages[-1].part is None
+        assert all(stage.parts[0].saved_bytes < stage.saved_bytes for stage in model.many.stages[:-1])
+        assert model.many.stages[-1].parts == ()
     model = found.whole if micro_batch == 512 else found.sliced
     chain = model.at(micro_batch)
     in_part = (*(KeptBlock(index, in_part=True) for index in range(L)), KeptBlock(L))
@@ -135,7 +135,7 @@ def test_seconds_are_those_of_a_micro_batch_whatever_its_rows(monkeypatch, micro
         chain, waited_s = found.whole.at(rows), 0.02 if splits else 0.02 * rows / 512
         for stage in chain.stages[:-1]:
             assert 0.9 * waited_s <= stage.forward_s < 2 * waited_s + 0.01
-            assert stage.part.recompute_s < waited_s  # The block's Python code does not run again.
+            assert stage.parts[0].recompute_s < waited_s  # The block's Python code does not run again.
         assert chain.stages[-1].forward_s == 0.0
     assert found.step_s >= blocks * 0.02 * (512 // micro_batch)
 
@@ -164,7 +164,7 @@ def test_blocks_with_batch_statistics_may_be_kept_in_part():
     subject = TrainingLoop(model, sgd(model), lambda m, b: m(b[0]).square().mean(), batch)
     found = measure_recomputable(subject, Candidate(512), splits=False)
     chain = found.whole.at(512)
-    assert all(stage.part is not None for stage in chain.stages[:-1])
+    assert all(stage.parts for stage in chain.stages[:-1])
     schedule = (*(KeptBlock(index, in_part=True) for index in range(L)), KeptBlock(L))
     with subject.start(Candidate(512, recompute=to_notation(schedule[:-1]))) as run:
         counted = third_peak(subject, run)

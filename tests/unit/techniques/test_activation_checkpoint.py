@@ -214,7 +214,7 @@ def test_matrix_products_run_as_often_as_a_schedule_says(name):
     """Forward two a block and run, backward four; of what is kept in part none again."""
     part = ExpensivePart(1, 1, 0.0)
     levels = tuple(dataclasses.replace(part, results=results) for results in ((), (0,), (1, 2), (0, 1, 2)))
-    runs = predict([BlockCost(1.0, 1, 2, 2, 1, 1, part=part, levels=levels)] * L, SCHEDULES[name]).runs
+    runs = predict([BlockCost(1.0, 1, 2, 2, 1, 1, parts=(part, *levels))] * L, SCHEDULES[name]).runs
     again = 2 + 1 + 1 if name == "levels" else 0  # products of the first three blocks
     model = net(dropout=0.0, norm="layer")
     for block in model.blocks:  # whose last operator needs its result: nothing of a block is left out when run again

@@ -9,7 +9,7 @@ from torch import nn
 import trimtab
 from trimtab.core.recompute_schedule import schedule_of
 from trimtab.plans.plan import Plan
-from trimtab.techniques import memory_format, optimizers, replaced_forwards
+from trimtab.techniques import memory_format, optimizers, replaced_classes
 from trimtab.techniques.activation_checkpointing import use_schedule
 
 ROWS = 4
@@ -95,9 +95,9 @@ def classes_and_hooks(model):
 def test_blocks_that_are_made_to_recompute_half_way_are_put_back(monkeypatch, n, error):
     model = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(4))
     before = classes_and_hooks(model)
-    failing = Fails(replaced_forwards._replaced, n, error)
+    failing = Fails(replaced_classes._replaced, n, error)
     with monkeypatch.context() as patch:
-        patch.setattr(replaced_forwards, "_replaced", failing)
+        patch.setattr(replaced_classes, "_replaced", failing)
         with pytest.raises(error, match="the n-th conversion"):
             use_schedule(model, ["0", "1", "2", "3"], schedule_of("(0-2) (3)", 4))
     assert classes_and_hooks(model) == before

@@ -17,7 +17,7 @@ import trimtab
 from trimtab.core.errors import ModelError, OptimizerError, ValueGivenError
 from trimtab.plans.plan import Plan
 from trimtab.state.peak_memory import alive_between_steps, peak_bytes
-from trimtab.techniques.step_in_backward import StepInBackward
+from trimtab.techniques.optimizer_in_backward import StepInBackward
 
 OPTIMIZERS = {
     "AdamW": lambda ps: torch.optim.AdamW(ps, lr=0.01),

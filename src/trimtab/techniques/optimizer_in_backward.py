@@ -1,8 +1,8 @@
-"""Optimizer step within the backward pass: a parameter is updated as soon as its gradient is complete.
+"""Optimizer step within the backward pass: a parameter is updated upon completion of the gradient.
 
-A gradient is freed after its update, so a step never holds the gradients of all parameters at once. Each parameter is
-updated by the optimizer's own step, with the parameter as its only one, so the results are bitwise equal. Lv et al.
-2023 (arXiv:2306.09782, "LOMO") fuse plain SGD into the backward pass in the same way.
+The gradient is then freed, so a step never holds the gradients of all parameters. The optimizer's own step runs with a
+single parameter, so results are bitwise equal. Lv et al. 2023 (arXiv:2306.09782, "LOMO") fuse plain SGD into the
+backward pass in the same way.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ def require_steps_by_parameter(model: nn.Module, optimizer: Optimizer) -> None:
     """Raise if an optimizer cannot step within the backward pass.
 
     Raises:
-        ModelError: several ranks share the model, and reduce its gradients at the end of the backward pass.
-        OptimizerError: the optimizer may update a parameter by other gradients than the parameter's own.
+        ModelError: several ranks share the model, and reduce gradients at the end of the backward pass.
+        OptimizerError: an update may depend on the gradients of several parameters.
     """
     is_wrapped = any(isinstance(module, DistributedDataParallel) for module in model.modules())
     if is_wrapped or any(hasattr(parameter, "placements") for parameter in model.parameters()):
@@ -71,10 +71,10 @@ def require_steps_by_parameter(model: nn.Module, optimizer: Optimizer) -> None:
 
 
 def stepping_in(num_micro_batches: int, optimizer: Optimizer) -> contextlib.AbstractContextManager[None]:
-    """Return the context of a backward pass that `run.train_step` completes with the optimizer step.
+    """Return the context of a backward pass directly before the optimizer step in `run.train_step`.
 
-    Parameters are updated inside it if the plan says so, the window has one micro-batch, and neither a hook nor a
-    replaced step of the optimizer may use the gradients; otherwise it does nothing.
+    With an active `StepInBackward`, a single micro-batch, and no hooks or replaced step of the optimizer with access to
+    gradients, parameters are updated inside the context. Otherwise the context does nothing.
     """
     found = _active.get(optimizer)
     hooks = None if found is None else found()
@@ -87,7 +87,7 @@ def _update(hooks: weakref.ref[StepInBackward], parameter: Tensor) -> None:
 
 
 class StepInBackward:
-    """Hooks on the parameters of an optimizer that update them in the backward passes inside `active`."""
+    """Hooks on the parameters of an optimizer for updates in the backward passes inside `active`."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
@@ -106,7 +106,10 @@ class StepInBackward:
         _active[optimizer] = weakref.ref(self)
 
     def may_step(self, num_micro_batches: int) -> bool:
-        """Return True if a window's only backward pass may update parameters, because nothing else uses gradients."""
+        """Return True if a window's single backward pass may update parameters: no user code has access to gradients.
+
+        The loop over the parameters is short compared with an optimizer call per parameter.
+        """
         optimizer = self._optimizer
         before = (*_global_optimizer_pre_hooks.values(), *optimizer._optimizer_step_pre_hooks.values())
         if num_micro_batches > 1 or has_own_step(optimizer) or any(hook not in _NEEDLESS for hook in before):
@@ -116,7 +119,7 @@ class StepInBackward:
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
-        """Update parameters in the backward pass inside the context, whose gradients are those of a whole step."""
+        """Update parameters in the backward pass inside the context."""
         self._groups = {p: group for group in self._optimizer.param_groups for p in group["params"]}
         self._is_active = True
         self._updated.clear()
@@ -133,7 +136,7 @@ class StepInBackward:
             self._is_active = False
 
     def update(self, parameter: Tensor) -> None:
-        """Update a parameter with its complete gradient, if a backward pass inside `active` runs."""
+        """Update a parameter in a backward pass inside `active`."""
         if not self._is_active or parameter not in self._groups:
             return
         if parameter in self._updated:
