@@ -28,9 +28,8 @@ class WideGradients(Hook):
         self._is_on = window.num_micro_batches > MOST_NARROW
         if self._is_on:
             for parameter in self._parameters:
-                parameter.grad = (
-                    None  # The user's `zero_grad` may keep zeros, and torch refuses a new `grad_dtype` then.
-                )
+                # The user's `zero_grad` may keep zeros, and torch refuses a new `grad_dtype` then.
+                parameter.grad = None
                 parameter.grad_dtype = torch.float32
 
     def micro_batch_begins(self, rows: int, *, of_next: bool, last: bool) -> None:
