@@ -159,6 +159,10 @@ class Explanations:
                 return Note("recompute.not_needed", "memory is neither limited nor weighted")
             if self.profile.over_time_budget:
                 return Note("search.over_time", "not tried: the search was over the time budget for measuring")
+            # The blocks of other settings were to be measured, and perhaps could not be.
+            refused = next((each for each in self.profile.recomputables if each.refusal), None)
+            if refused is not None:
+                return Note(refused.code or "recompute.refused", refused.refusal)
             return Note("recompute.not_needed", "not tried: the fastest settings fit the memory limit")
         if choice.is_recorded(self.winner.compiled):
             return Note("recompute.recorded", "not tried together with CUDA graphs")

@@ -9,7 +9,7 @@ from torch import nn
 import trimtab
 from trimtab.core.recompute_schedule import schedule_of
 from trimtab.plans.plan import Plan
-from trimtab.techniques import memory_format, optimizers, replaced_classes
+from trimtab.techniques import memory_format, optimizers
 from trimtab.techniques.activation_checkpointing import use_schedule
 
 ROWS = 4
@@ -90,15 +90,27 @@ def classes_and_hooks(model):
     ]
 
 
+class Kept(nn.Sequential):
+    """A block that refuses another class, as Ctrl-C would between two blocks."""
+
+    error = None
+
+    def __setattr__(self, name, value):
+        if name == "__class__" and Kept.error is not None:
+            raise Kept.error("another class")
+        super().__setattr__(name, value)
+
+
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
 @pytest.mark.parametrize("n", [1, 2, 4])
 def test_blocks_that_are_made_to_recompute_half_way_are_put_back(monkeypatch, n, error):
-    model = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(4))
+    """The first n - 1 blocks have another class when the n-th refuses one."""
+    kinds = [Kept if index == n - 1 else nn.Sequential for index in range(4)]
+    model = nn.ModuleList(kind(nn.Linear(4, 4), nn.Tanh()) for kind in kinds)
     before = classes_and_hooks(model)
-    failing = Fails(replaced_classes._replaced, n, error)
     with monkeypatch.context() as patch:
-        patch.setattr(replaced_classes, "_replaced", failing)
-        with pytest.raises(error, match="the n-th conversion"):
+        patch.setattr(Kept, "error", error)
+        with pytest.raises(error, match="another class"):
             use_schedule(model, ["0", "1", "2", "3"], schedule_of("(0-2) (3)", 4))
     assert classes_and_hooks(model) == before
     use_schedule(model, ["0", "1", "2", "3"], schedule_of("(0-2) (3)", 4))()
