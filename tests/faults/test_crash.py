@@ -21,7 +21,10 @@ PROGRAM = Path(__file__).parents[1] / "crashing.py"
 WINDOWS = {
     "k = 1": {},
     "k = 4": {"micro_batch": 2},
-    "adaptive": {"rule": {"policy": "goodput", "k_max": 8, "min_windows": 3}, "micro_batch": 4},
+    "adaptive": {
+        "rule": {"policy": "variance", "sigma2_target": 1e-12, "k_max": 8, "min_windows": 3},
+        "micro_batch": 4,
+    },
 }
 # Every value beside every other one of each pair of settings; all of them together are in tests/soak.
 PAIRWISE = [
