@@ -140,6 +140,19 @@ class Proof:
 
 
 @dataclass(frozen=True)
+class Remedy:
+    """Value of another setting that makes a refused value acceptable, such as modules in fp32 for bf16.
+
+    Args:
+        reason: sentence with the measured figures; "" if the value of the other setting is the loop's own.
+    """
+
+    setting: str
+    value: Scalar
+    reason: str = ""
+
+
+@dataclass(frozen=True)
 class RefusedByProof:
     """A setting that a proof refused for this loop.
 
@@ -147,12 +160,18 @@ class RefusedByProof:
         value: refused value; for a micro-batch, every size below the batch size is refused.
         reason: description of the difference, with the name of the parameter or buffer.
         code: `Proof.code` of the proof.
+        remedy: the value is refused only without this value of another setting; None: always.
     """
 
     setting: str
     value: Scalar
     reason: str
     code: str = "proof.differs"
+    remedy: Remedy | None = None
+
+    def is_remedied(self, candidate: object) -> bool:
+        """Return True if a candidate has the remedy."""
+        return self.remedy is not None and getattr(candidate, self.remedy.setting) == self.remedy.value
 
 
 @dataclass(frozen=True)

@@ -213,7 +213,7 @@ class CostModel:
         if not self._profile.trials:
             step_s = self._by_roofline(candidate)
         counted = self._counted(candidate)
-        peak = counted or self._scaled(candidate) or self._traced(candidate) or self._beside_counted(candidate)
+        peak = counted or self._traced(candidate) or self._scaled(candidate) or self._beside_counted(candidate)
         power_w = self._power_w(candidate)
         energy_j = None if step_s is None or power_w is None else power_w * step_s
         return PredictedCost(step_s, peak, counted is not None, self.seconds_margin, energy_j)
@@ -225,15 +225,16 @@ class CostModel:
         is assumed to shrink with the micro-batch, an increase to be constant up to the tried size.
         """
         for name in OWN_PHASE:
-            value = getattr(candidate, name)
-            if value == getattr(self._profile.reference_candidate, name):
+            value, own = getattr(candidate, name), getattr(self._profile.reference_candidate, name)
+            if value == own:
                 continue
-            bare = candidate.having(**{name: getattr(self._profile.reference_candidate, name)})
-            peak, (first, *others) = self.predict(bare).peak_bytes, self._profile.stage(name) or (None,)
-            ours = next((trial for trial in others if getattr(trial.candidate, name) == value), None)
-            if peak is None or first is None or ours is None or not (first.peak_bytes and ours.peak_bytes):
+            peak = self.predict(candidate.having(**{name: own})).peak_bytes
+            tried = (trial for trial in self._profile.ran(name) if getattr(trial.candidate, name) == value)
+            if peak is None or (ours := next(tried, None)) is None or not ours.peak_bytes:
                 return None
-            more, share = ours.peak_bytes - first.peak_bytes, candidate.micro_batch / first.candidate.micro_batch
+            if (bare := self._counted(ours.candidate.having(**{name: own}))) is None:
+                return None
+            more, share = ours.peak_bytes - bare, candidate.micro_batch / ours.candidate.micro_batch
             added: float = more * (max(1.0, share) if more > 0 else min(1.0, share))
             return math.ceil(peak + added + self.margin * abs(added))
         return None

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from trimtab.core import choice
-from trimtab.core.choice import Note, Rejected, Scalar
+from trimtab.core.choice import Note, RefusedByProof, Rejected, Scalar
 from trimtab.core.objective import PRECISIONS, Budget
 from trimtab.planner import search
 from trimtab.planner.compile_policy import reason_not_to_compile, stage_of
@@ -53,10 +53,9 @@ class Explanations:
             return self._predicted(name)
         if getattr(self.winner, name) != getattr(self.profile.reference_candidate, name):
             return self._changed(name)
-        refused_by_proof = next(
-            (Note(each.code, each.reason) for each in self.profile.refused_by_proof if each.setting == name), None
-        )
-        return _unchanged(refused_by_proof or self._kept(name))
+        refused = (each for each in self.profile.refused_by_proof if each.setting == name)
+        found = (Note(each.code, each.reason) for each in refused if not each.is_remedied(self.winner))
+        return _unchanged(next(found, None) or self._kept(name))
 
     def rejected(self, name: str) -> tuple[Rejected, ...]:
         """Return the rejected values of a setting with the reason from the trial most similar to the winner."""
@@ -114,6 +113,9 @@ class Explanations:
             return self._fused()
         if name == "recompute":
             return self._recomputed()
+        needed = self._refused(name, getattr(self.profile.reference_candidate, name))
+        if needed is not None and needed.remedy is not None and needed.remedy.setting == name:
+            return Note("proof.remedy", needed.remedy.reason or f"without this change {needed.reason}")
         if together := self._compiled_at_once(name):
             return together
         rival = next((trial for trial in self._others(name) if self._is_only(trial, name)), None)
@@ -232,10 +234,8 @@ class Explanations:
 
     def _why_not(self, trial: Trial, name: str) -> Note:
         """Return the reason why a trial's value was rejected."""
-        value = getattr(trial.candidate, name)
-        for each in self.profile.refused_by_proof:
-            if each.setting == name and (each.value == value or name == "micro_batch"):
-                return Note(each.code, each.reason)
+        if refused := self._refused(name, getattr(trial.candidate, name)):
+            return Note(refused.code, refused.reason)
         if trial.is_whole and (refusal := reason_unfit(self.profile, trial, self.budget)) is not None:
             return refusal
         if (failure := trial.failure) is not None:
@@ -258,6 +258,13 @@ class Explanations:
             return Note("predicted.worse", f"not among the fastest in a short trial: {measured}")
         return Note("trial.no_gain", f"no gain: {measured}; {resolution_in_words(control)}")
 
+    def _refused(self, name: str, value: Scalar) -> RefusedByProof | None:
+        """Return the refusal that a value of a setting brings about in the winner, by itself or as a missing remedy."""
+        for each in self.profile.refusals_of(self.winner.having(**{name: value})):
+            if name == each.setting or (each.remedy is not None and name == each.remedy.setting):
+                return each
+        return None
+
     def _others(self, name: str) -> Iterator[Trial]:
         """Yield trials of alternative values of a setting, the most similar to the winner first."""
         stages = [SLICED, *search.STAGES[:-1], *self.profile.finals]
@@ -269,9 +276,15 @@ class Explanations:
         yield from sorted(apart, key=lambda t: (len(t.candidate.differences(self.winner)), -stages.index(t.stage)))
 
     def _is_only(self, trial: Trial, name: str) -> bool:
-        """Return True if the trial's phase also ran the same candidate with the winner's value of the setting."""
-        ours = self._own(trial.stage)
-        return ours is not None and ours.candidate.differences(trial.candidate) == (name,)
+        """Return True if the trial's phase also ran the same candidate with the winner's value of the setting.
+
+        That candidate may also have the remedies without which a proof refuses the winner's value.
+        """
+        if (ours := self._own(trial.stage)) is None:
+            return False
+        named = (each for each in self.profile.refused_by_proof if each.setting == name)
+        remedies = {each.remedy.setting for each in named if each.remedy and each.is_remedied(ours.candidate)}
+        return set(ours.candidate.differences(trial.candidate)) - remedies == {name}
 
     def _own(self, stage: str) -> Trial | None:
         """Return the phase's trial most similar to the winner."""

@@ -201,7 +201,8 @@ def next_traces(
     if chunks:  # for the fastest mode too, if the mode to capture differs
         fastest = _fastest(profile)
         chunks += [fastest.having(micro_batch=c.micro_batch, loss_chunk=c.loss_chunk) for c in chunks[1:]]
-    wanted = dict.fromkeys((*mode_candidates(profile), *chunks))
+    others = [trial.candidate for name in OWN_PHASE for trial in profile.ran(name)]
+    wanted = dict.fromkeys((*mode_candidates(profile), *chunks, *others))
     return tuple(c for c in wanted if not any(traced.candidate.alike(c, *SAME_BYTES) for traced in profile.traces))
 
 
@@ -317,12 +318,20 @@ def _head(profile: Profile, budget: Budget) -> tuple[Candidate, ...]:
 
 
 def _own_phase(name: str, profile: Profile, budget: Budget) -> tuple[Candidate, ...]:
-    """Return the fastest mode, and the same with other values of a setting that has no special rule."""
-    first, setting = _fastest(profile), SETTINGS[name]
+    """Return the fastest mode that no proof refused, and a mode with other values of a setting without a special rule.
+
+    That mode is the fastest for which the setting has other values.
+    """
+    setting, fastest = SETTINGS[name], _fastest(profile)
     if setting.refusal(profile) is not None:
-        return (first,)
-    tried = (first.having(**{name: value}) for value in setting.candidates(profile, first))
-    return tuple(dict.fromkeys((first, *tried)))
+        return (fastest,)
+    modes = tuple(dict.fromkeys((fastest, *CostModel(profile).modes)))
+    first = next((mode for mode in modes if profile.refutation_of(mode) is None), fastest)
+    for mode in modes:
+        tried = [mode.having(**{name: value}) for value in setting.candidates(profile, mode)]
+        if any(each != mode for each in tried):
+            return tuple(dict.fromkeys((first, *(each for each in tried if each != mode))))
+    return (first,)
 
 
 def _small_chunk(profile: Profile, first: Candidate, beside: Sequence[Candidate]) -> tuple[Candidate, ...]:

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import math
 import statistics
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -429,16 +429,20 @@ class Profile:
         return tuple(t for t in self.trials if t.failure is not None and t.failure.code == RAN_OUT and t.is_whole)
 
     def is_refuted(self, setting: str, value: Scalar) -> bool:
-        """Return True if a proof refused a value of a setting."""
+        """Return True if a proof refused a value of a setting, with or without a remedy."""
         return any(each.setting == setting and each.value == value for each in self.refused_by_proof)
 
     def refutation_of(self, candidate: Candidate) -> Note | None:
         """Return the reason why a proof refused a setting of a candidate, or None."""
+        return next((Note(each.code, each.reason) for each in self.refusals_of(candidate)), None)
+
+    def refusals_of(self, candidate: Candidate) -> Iterator[RefusedByProof]:
+        """Yield the refusals by a proof that apply to a candidate."""
         splits = candidate.micro_batch < self.loop.batch_size
         for each in self.refused_by_proof:
-            if splits if each.setting == "micro_batch" else getattr(candidate, each.setting) == each.value:
-                return Note(each.code, each.reason)
-        return None
+            is_named = splits if each.setting == "micro_batch" else getattr(candidate, each.setting) == each.value
+            if is_named and not each.is_remedied(candidate):
+                yield each
 
     def proof_of(self, candidate: Candidate) -> Proof | None:
         """Return the result of a candidate's proof, or None if it was not proved."""

@@ -17,6 +17,7 @@ from trimtab.core.errors import ModelError
 from trimtab.core.recompute_schedule import EVERY_BLOCK, KeptBlock, RecomputedSegment, Schedule, schedule_of
 from trimtab.measure.block_memory import chains_through, trace_stages
 from trimtab.measure.blocks import BlockGraph, hook_blocks
+from trimtab.measure.memory_trace import Prepare, as_it_is
 from trimtab.measure.timing import clock_s, seconds_between, stamp, synchronize
 from trimtab.planner.recompute_cost import keep_all
 from trimtab.planner.recompute_solver import by_shares
@@ -25,6 +26,7 @@ from trimtab.profiling.candidate_traces import at_two_sizes, has_two_sizes, recu
 from trimtab.profiling.measurement_notes import Notes, describe
 from trimtab.profiling.training_loop import TrainingLoop
 from trimtab.profiling.trials import step_until_applied, timer
+from trimtab.settings.fp32_modules import prepare_copy
 from trimtab.state.peak_memory import state_tensors, storage_bytes
 from trimtab.techniques.activation_checkpointing import survey_operators, use_schedule
 from trimtab.training.batch import to_device
@@ -201,8 +203,14 @@ def _traced(subject: TrainingLoop, candidate: Candidate, notes: Notes) -> tuple[
         step = functools.partial(subject.step, run)
         batch = to_device(subject.batch, subject.device)
 
-        def trace(**how: Any) -> list[BlockChainModel]:
-            how |= {"autocast": run.autocast, "counts_scratch": subject.device.type == "cpu"}
+        prepare_precision = prepare_copy(candidate.fp32_modules, subject.device.type)
+
+        def trace(prepare: Prepare = as_it_is, **how: Any) -> list[BlockChainModel]:
+            def prepared(copy: nn.Module) -> None:
+                prepare_precision(copy)
+                prepare(copy)
+
+            how |= {"autocast": run.autocast, "counts_scratch": subject.device.type == "cpu", "prepare": prepared}
 
             def at(rows: tuple[int, int], batches: Sequence[Any]) -> list[BlockChainModel]:
                 few, many = (trace_stages(run.model, subject.loss_fn, each, subject.blocks, **how) for each in batches)

@@ -21,6 +21,7 @@ from trimtab.profiling.measurement_notes import Notes
 from trimtab.profiling.smoke_test import CrashTest
 from trimtab.profiling.training_loop import TrainingLoop
 from trimtab.settings import loss_chunk
+from trimtab.settings.fp32_modules import prepare_copy
 from trimtab.techniques import optimizers
 from trimtab.techniques.low_bit_state import use_low_bit
 from trimtab.techniques.mixed_precision import autocast
@@ -68,6 +69,7 @@ def _trace_candidate(subject: TrainingLoop, candidate: Candidate) -> list[Traced
             subject.batching,
             autocasts=[run.autocast],
             counts_scratch=subject.device.type == "cpu",
+            prepare=prepare_copy(candidate.fp32_modules, subject.device.type),
         )
     held = subject.start_bytes  # A run holds these bytes throughout.
     return [
@@ -95,6 +97,7 @@ def trace_optimizer_states(subject: TrainingLoop, plan: Plan, kinds: Sequence[st
                 subject.batching,
                 autocasts=[run.autocast],
                 counts_scratch=subject.device.type == "cpu",
+                prepare=prepare_copy(plan.fp32_modules.value, subject.device.type),
                 prepare_optimizer=None if kind == "user" else functools.partial(use_low_bit, kind=kind),
             )
             micro_batch = run.plan.micro_batch_of(rows)

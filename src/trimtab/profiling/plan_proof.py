@@ -25,12 +25,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trimtab.core.choice import Proof, RefusedByProof, SplitCheck
+from trimtab.core.choice import Proof, RefusedByProof, Remedy, Scalar, SplitCheck
 from trimtab.planner.plan_choice import chosen_candidate
 from trimtab.plans.profile import Candidate, Profile, ProvedCandidate
 from trimtab.profiling.gradient_equivalence import other_values
 from trimtab.profiling.measurement_notes import Notes, describe
-from trimtab.profiling.precision_error import INACCURATE, MOST_ERROR, GradientError, advice
+from trimtab.profiling.precision_error import (
+    INACCURATE,
+    MOST_ERROR,
+    GradientError,
+    SufficientModules,
+    sufficient_modules,
+)
 from trimtab.profiling.random_masks import drawing_modules, dropout_off
 from trimtab.profiling.rounding_tolerance import (
     Difference,
@@ -45,13 +51,16 @@ from trimtab.profiling.rounding_tolerance import (
 )
 from trimtab.profiling.training_loop import TrainingLoop, own_loss
 from trimtab.settings import SEARCHED
+from trimtab.settings.fp32_modules import holds_plain_head, named_modules
 from trimtab.settings.precision import HALF
 from trimtab.state.loop_state import LoopState
 from trimtab.state.object_snapshots import host_copy
 from trimtab.techniques.fp32_forward import run_in_fp32
+from trimtab.techniques.mixed_precision import tf32
 from trimtab.training.accumulation import or_one
 from trimtab.training.out_of_memory import is_out_of_memory
 
+_COARSENESS = {"fp32": 0, "tf32": 1, "bf16": 2, "fp16": 2}  # A coarser precision is compared with the loop's own.
 _LAST_BIT = {"bf16": 2.0**-8, "fp16": 2.0**-11, "tf32": 2.0**-10}
 _ERROR = "proof.error"
 _NON_FINITE = "proof.nonfinite"
@@ -145,16 +154,22 @@ def refuted_settings(
     If the proof holds without a setting, that setting is the cause. Otherwise the causes are all settings that fail
     alone, or all changed settings if none does.
     """
-    changed = _changed(candidate, reference)
+    # Modules in fp32 are tried with their precision only, and have the blame: without them it is already refused.
+    has_modules = candidate.fp32_modules is not None
+    changed = tuple(name for name in _changed(candidate, reference) if name != "precision" or not has_modules)
 
     def holds(tried: Candidate) -> bool:
         return prove(subject, tried, reference, step_s, start).holds
 
+    def values(name: str, source: Candidate) -> dict[str, Scalar]:
+        names = ("precision", name) if name == "fp32_modules" else (name,)
+        return {each: getattr(source, each) for each in names}
+
     if len(changed) > 1:
         for name in changed:
-            if holds(replace(candidate, **{name: getattr(reference, name)})):
+            if holds(candidate.having(**values(name, reference))):
                 return (name,)
-        alone = [name for name in changed if not holds(replace(reference, **{name: getattr(candidate, name)}))]
+        alone = [name for name in changed if not holds(reference.having(**values(name, candidate)))]
         return tuple(alone) or changed
     return changed
 
@@ -174,11 +189,12 @@ def with_proof(
     """Prove the candidate that a profile's plan would choose; state is restored.
 
     Args:
-        notes: receives the modules to run in fp32 for an accurate gradient in a refused precision.
+        notes: receives the reason if no modules in fp32 make a refused half precision accurate.
 
     Returns:
         The profile with the result, and True if the search is over. After a failed proof, the settings that caused it
-        are refused in the profile, and the search continues without them.
+        are refused in the profile, and the search continues without them. A half precision is refused without the
+        modules in fp32 that make it accurate, if there are any.
     """
     candidate = chosen_candidate(profile, profile.objective, profile.budget)
     if candidate is None or profile.proof_of(candidate) is not None:
@@ -197,17 +213,14 @@ def with_proof(
         warnings.warn(f"{text} {hint}", RuntimeWarning, stacklevel=2)
     if proof.holds or candidate == reference or proof.code == "proof.out_of_memory":
         return profile, True
-    causes = ("precision",) if proof.code == INACCURATE else proof.settings
+    causes: tuple[str, ...] = proof.settings
+    if proof.code == INACCURATE:
+        causes = ("precision",) if candidate.fp32_modules is None else ("fp32_modules",)
     if proof.code not in (_ERROR, INACCURATE):
         with contextlib.suppress(Exception):  # If the search for the cause fails, every setting is unproved.
             # A loop that is NaN without any setting cannot prove any; the cause is not searched for.
             if proof.code != _NON_FINITE or prove(subject, reference, reference, step_s, start).code != _NON_FINITE:
                 causes = refuted_settings(subject, candidate, reference, step_s, start)
-    if notes is not None and "precision" in causes and proof.code in (INACCURATE, _NON_FINITE):
-        what = f"the modules that make {candidate.precision} inaccurate were not measured"
-        measure = functools.partial(_advice_on_precision, subject, candidate, reference, step_s, start)
-        if text := notes.attempt("precision.not_measured", what, measure, ""):
-            notes.record("precision.fp32_modules", text)
     refused = [
         RefusedByProof(
             name,
@@ -217,9 +230,31 @@ def with_proof(
         )
         for name in causes
     ]
+    is_half = candidate.precision in HALF and candidate.fp32_modules is None
+    if is_half and "precision" in causes and proof.code in (INACCURATE, _NON_FINITE):
+        what = f"the modules that make {candidate.precision} inaccurate were not measured"
+        measure = functools.partial(_sufficient_modules, subject, candidate, reference, step_s, start)
+        found = (notes or Notes()).attempt("precision.not_measured", what, measure, None)
+        if found is not None:
+            refused = _with_remedy(refused, found, subject.model)
+            if notes is not None and not found.modules:
+                notes.record("precision.fp32_modules", found.text)
     if "micro_batch" in causes:
         profile = replace(profile, check=SplitCheck(False, proof.reason, code="split.plan_differs"))
     return replace(profile, refused_by_proof=(*profile.refused_by_proof, *refused)), False
+
+
+def _with_remedy(refused: Sequence[RefusedByProof], found: SufficientModules, model: nn.Module) -> list[RefusedByProof]:
+    """Return refusals with the modules in fp32 as the remedy of the precision, and their own conflicts."""
+    if not found.modules:
+        return list(refused)
+    remedy = Remedy("fp32_modules", found.names, found.text)
+    remedied = [replace(each, remedy=remedy) if each.setting == "precision" else each for each in refused]
+    if holds_plain_head(model, found.modules.values()):
+        reason = "the loss head with deferred logits cannot run in fp32"
+        without = Remedy("loss_chunk", None)
+        remedied.append(RefusedByProof(remedy.setting, remedy.value, reason, "fp32_modules.loss_chunk", without))
+    return remedied
 
 
 def _samples(rows: int, candidate: Candidate, step_s: float | None) -> int:
@@ -285,8 +320,8 @@ def _prove(
         precisions.append(precision)
     if not found:
         return Proof(False, "your loop failed in every precision of the comparison", "proof.baseline_failed", changed)
-    if candidate.precision in HALF and reference.precision not in HALF:
-        error = _HalfGradient(steps, reference.precision).error()
+    if _COARSENESS[candidate.precision] > _COARSENESS[reference.precision]:
+        error = _CoarseGradient(steps, reference.precision).error()
         if not error.is_rounding:
             reason = error.text(candidate.precision, reference.precision)
             return Proof(False, reason, INACCURATE, changed, worst=error.ratio)
@@ -314,7 +349,7 @@ def _comparisons(
     def may_drop(tried: Candidate) -> bool:
         return pieces == own and not tried.compiled and tried.memory_layout == "keep"
 
-    in_fp32 = candidate.having(precision="fp32")
+    in_fp32 = candidate.having(precision="fp32", fp32_modules=None)
     if candidate.precision != "fp32":
         in_fp32 = in_fp32.having(compiled=False)
     yield "fp32", in_fp32, own, may_drop(in_fp32)
@@ -346,7 +381,17 @@ class _TwoSteps:
     start_seed: int = 0
 
     def plain(self, see: _See) -> None:
-        _plain_steps(self.subject, self.batches, self.precision, self.pieces, see)
+        """Train the unchanged loop, with the plan's modules in fp32."""
+        names = self.candidate.fp32_modules
+        self.plain_with([] if names is None else list(named_modules(self.subject.model, names).values()), see)
+
+    def plain_with(self, modules: Sequence[nn.Module], see: _See) -> None:
+        """Train the unchanged loop with some modules in fp32."""
+        _, undo = run_in_fp32(modules, self.subject.device.type)
+        try:
+            _plain_steps(self.subject, self.batches, self.precision, self.pieces, see)
+        finally:
+            undo()
 
     def planned(self, see: _See) -> None:
         _planned_steps(self.subject, self.candidate, self.batches, see)
@@ -422,8 +467,8 @@ def _compared(steps: _TwoSteps, changed: tuple[str, ...]) -> tuple[Difference, i
     return Proof(False, reason, "proof.differs", changed, worst=difference.ratio)
 
 
-class _HalfGradient:
-    """Gradient of the unchanged loop in half precision, compared with the gradient in the loop's own precision."""
+class _CoarseGradient:
+    """Gradient of the unchanged loop in a coarser precision, compared with the gradient in the loop's own precision."""
 
     def __init__(self, steps: _TwoSteps, precision: str) -> None:
         self._steps = replace(steps, batches=steps.batches[:1], drops=False, start_seed=0)
@@ -442,36 +487,26 @@ class _HalfGradient:
 
     def error(self) -> GradientError:
         """Return the error, and the effect of rounding the weights if the error is large."""
-        relative = self.relative_with(())
+        relative = self._relative(self._steps.plain)
         return GradientError(relative, self._relative(self._own, moves=True) if relative > MOST_ERROR else 0.0)
 
     def relative_with(self, modules: Sequence[nn.Module]) -> float:
         """Return the error with some modules in fp32, as a fraction of the gradient's norm."""
 
-        def half(see: _See) -> None:
-            _, undo = run_in_fp32(modules, self._steps.subject.device.type)
-            try:
-                self._steps.plain(see)
-            finally:
-                undo()
-
-        return self._relative(half)
+        return self._relative(functools.partial(self._steps.plain_with, modules))
 
 
-def _advice_on_precision(
+def _sufficient_modules(
     subject: TrainingLoop, candidate: Candidate, reference: Candidate, step_s: float | None, start: LoopState
-) -> str:
-    """Return the modules to run in fp32 for an accurate gradient in a refused precision; state is restored.
-
-    The error is measured with one kind of module at a time in fp32.
-    """
+) -> SufficientModules:
+    """Return modules that make the gradient accurate in a refused half precision; state is restored."""
     smaller = _first(subject, _samples(subject.rows, candidate, step_s))
     pieces = min(_scaled(reference, subject.rows, smaller.rows).micro_batch, smaller.rows)
     drawing = drawing_modules(smaller.trained, smaller.loss)
     steps = _TwoSteps(smaller, start, (smaller.batch,), candidate.precision, candidate, pieces, False, drawing)
     try:
-        gradient = _HalfGradient(steps, reference.precision)
-        return advice(smaller.trained, candidate.precision, gradient.error(), gradient.relative_with)
+        gradient = _CoarseGradient(steps, reference.precision)
+        return sufficient_modules(smaller.model, candidate.precision, gradient.error(), gradient.relative_with)
     finally:
         start.restore()
 
@@ -558,6 +593,15 @@ class _Judge:
 
 
 def _plain_steps(subject: TrainingLoop, batches: Sequence[Any], precision: str, pieces: int, see: _See) -> None:
+    release = tf32.hold() if precision == "tf32" else None
+    try:
+        _take_plain_steps(subject, batches, precision, pieces, see)
+    finally:
+        if release is not None:
+            release()
+
+
+def _take_plain_steps(subject: TrainingLoop, batches: Sequence[Any], precision: str, pieces: int, see: _See) -> None:
     optimizer, device = subject.optimizer, subject.device
     # Another scale than a run's initial one: a non-linear backward would compute other gradients with it.
     scaler = torch.amp.GradScaler(device.type, init_scale=_PLAIN_SCALE, enabled=precision == "fp16")

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from torch import nn
 
+from trimtab.settings import SETTINGS
 from trimtab.settings.fp32_modules import fp32_obstacle
 
 INACCURATE = "proof.inaccurate"
@@ -53,36 +54,83 @@ class GradientError:
 
 
 ErrorWith = Callable[[Sequence[nn.Module]], float]  # Relative error with some modules in fp32.
-_MOST_MEMBERS = 12  # Largest number of modules of a kind that are measured one by one.
 _MOST_S = 10.0  # Seconds after which no further modules are measured.
 
 
-def advice(model: nn.Module, precision: str, error: GradientError, error_with: ErrorWith) -> str:
-    """Return a sentence with the smallest modules to run in fp32, or with the reason for having none.
+@dataclass(frozen=True)
+class SufficientModules:
+    """Result of a search for modules that make a half precision accurate if they run in fp32.
 
-    The kinds of modules are measured in the order of their number of parameters, up to the first sufficient kind.
+    Attributes:
+        precision: "bf16" or "fp16".
+        whole: relative error with all modules in half precision; infinite if non-finite.
+        modules: the modules by name; {} if no tried modules suffice.
+        relative: relative error with these modules in fp32.
+        is_complete: False if the time limit ended the search.
     """
-    size = f"an error of {error.relative:.2g} (relative)" if math.isfinite(error.relative) else "NaN or infinite values"
-    whole, end, measured = f"in {precision} the gradient has {size}", time.monotonic() + _MOST_S, 0
-    for named in _kinds(model):
+
+    precision: str
+    whole: float
+    modules: Mapping[str, nn.Module]
+    relative: float = math.inf
+    is_complete: bool = True
+
+    @property
+    def names(self) -> str:
+        """Value of the setting `fp32_modules`."""
+        return ",".join(self.modules)
+
+    @property
+    def text(self) -> str:
+        """The result as a sentence."""
+        size = f"an error of {self.whole:.2g} (relative)" if math.isfinite(self.whole) else "NaN or infinite values"
+        start = f"in {self.precision} the gradient has {size}"
+        if self.modules:
+            return f"{start}, and an error of {self.relative:.2g} with {SETTINGS['fp32_modules'].label(self.names)}"
+        if self.is_complete:
+            return f"{start}, and no part of the modules in fp32 makes it accurate"
+        return f"{start}; no modules that were measured in fp32 make it accurate, and others were not measured"
+
+
+def sufficient_modules(
+    model: nn.Module, precision: str, error: GradientError, error_with: ErrorWith
+) -> SufficientModules:
+    """Return a small set of modules that make the gradient accurate if they run in fp32.
+
+    All modules of a class are tried, the class with the fewest parameters first; then the modules of the first two
+    classes, three, and so on. From the first sufficient set, halves, quarters and at last single modules are left out
+    as long as the rest suffices.
+    """
+    end = time.monotonic() + _MOST_S
+    kinds = _kinds(model)
+    unions = [
+        {name: each for kind in kinds[:number] for name, each in kind.items()} for number in range(2, 1 + len(kinds))
+    ]
+    size = _num_parameters([model])
+    for named in (*kinds, *(union for union in unions if _num_parameters(union.values()) < size)):
         if time.monotonic() > end:
-            return (
-                f"{whole}; none of the first {measured} kinds of modules in fp32 makes it accurate, others not measured"
-            )
-        relative, measured = error_with(list(named.values())), measured + 1
-        if not GradientError(relative, error.by_weights).is_rounding:
-            continue
-        for name, module in named.items() if 1 < len(named) <= _MOST_MEMBERS else ():
-            if time.monotonic() > end:
-                break
-            alone = error_with([module])
-            if GradientError(alone, error.by_weights).is_rounding:
-                named, relative = {name: module}, alone
-                break
-        names = ",".join(named)
-        text = f"{whole}, and an error of {relative:.2g} with {names} in fp32: set precision={precision!r} and "
-        return f"{text}fp32_modules={names!r} in a plan by hand, and measure its speed"
-    return f"{whole}, and no single kind of module in fp32 makes it accurate"
+            return SufficientModules(precision, error.relative, {}, is_complete=False)
+        relative = error_with(list(named.values()))
+        if GradientError(relative, error.by_weights).is_rounding:
+            return _reduced(SufficientModules(precision, error.relative, named, relative), error, error_with, end)
+    return SufficientModules(precision, error.relative, {})
+
+
+def _reduced(found: SufficientModules, error: GradientError, error_with: ErrorWith, end: float) -> SufficientModules:
+    """Return a sufficient set from which no tried part can be left out."""
+    size = len(found.modules) // 2
+    while size:
+        start = 0
+        while start < len(found.modules) > size and time.monotonic() <= end:
+            names = list(found.modules)
+            rest = {name: found.modules[name] for name in (*names[:start], *names[start + size :])}
+            relative = error_with(list(rest.values()))
+            if GradientError(relative, error.by_weights).is_rounding:
+                found = replace(found, modules=rest, relative=relative)
+            else:
+                start += size
+        size //= 2
+    return found
 
 
 def _kinds(model: nn.Module) -> list[dict[str, nn.Module]]:

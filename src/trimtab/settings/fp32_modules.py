@@ -1,16 +1,19 @@
 """Per-layer precision: modules with an fp32 forward in a plan with bf16 or fp16 (paper, section VI).
 
-Set by hand. Modules are named as in `model.named_modules()`. Only the forward of a module is affected: functions
-reading its weights directly (`nn.MultiheadAttention` with its `out_proj`) run in the precision of their caller.
+Modules are named as in `model.named_modules()`. Only the forward of a module is affected: functions reading its weights
+directly (`nn.MultiheadAttention` with its `out_proj`) run in the precision of their caller. Planning tries the modules
+with which a half precision is accurate, after a proof has refused the precision without them
+(`profiling.precision_error`).
 """
 
 from __future__ import annotations
 
 import re
 import warnings
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from trimtab.core.choice import Effect, Scalar
+from trimtab.core.choice import Effect, Note, Remedy, Scalar
 from trimtab.core.errors import FormatError, ModelError
 from trimtab.settings.base import LiveLoop, Setting, Undo
 
@@ -18,8 +21,10 @@ if TYPE_CHECKING:
     from torch import nn
 
     from trimtab.plans.plan import Plan
+    from trimtab.plans.profile import Candidate, Profile
 
 _NAMES = re.compile(r"[^\s,]+(\s*,\s*[^\s,]+)*")
+_MOST_NAMED = 3  # Names in a label; the profile and the plan hold them all.
 
 
 class Fp32Modules(Setting):
@@ -32,19 +37,29 @@ class Fp32Modules(Setting):
     summary = "Modules whose forward runs in fp32, while the rest of the model runs under autocast to bf16 or fp16."
     values = "names of modules, separated by commas, or None"
     examples = ("head", "body.0,head")
+    is_searched = True
+    value_type = str | None
 
     def check(self, value: Scalar, plan: Plan) -> None:
         if value is not None and not (isinstance(value, str) and _NAMES.fullmatch(value)):
             raise FormatError(self.field, got=repr(value), expected=self.values)
 
+    def refusal(self, profile: Profile) -> Note | None:
+        if any(_remedies(profile, self.name)):
+            return None
+        return Note("fp32_modules.not_needed", "no half precision is known to need modules in fp32")
+
+    def candidates(self, profile: Profile, best: Candidate) -> Sequence[Scalar]:
+        return tuple(remedy.value for value, remedy in _remedies(profile, self.name) if value == best.precision)
+
     def label(self, value: Scalar) -> str:
-        return "" if value is None else f"{value} in fp32"
+        return "" if value is None else f"{_in_short(str(value))} in fp32"
 
     def value_text(self, value: Scalar) -> str:
         return "none" if value is None else str(value)
 
     def phrase(self, value: Scalar) -> str:
-        return "all modules in one precision" if value is None else f"{value} in fp32"
+        return "all modules in one precision" if value is None else self.label(value)
 
     def require(self, loop: LiveLoop, value: Scalar) -> None:
         require_fp32_modules(loop, str(value))
@@ -70,6 +85,31 @@ class Fp32Modules(Setting):
                 )
 
         return undo
+
+
+def _remedies(profile: Profile, name: str) -> Iterable[tuple[Scalar, Remedy]]:
+    """Yield the refused precisions with the modules in fp32 that make them accurate."""
+    for each in profile.refused_by_proof:
+        if each.setting == "precision" and each.remedy is not None and each.remedy.setting == name:
+            yield each.value, each.remedy
+
+
+def _in_short(names: str) -> str:
+    """Return the names of modules, or the first name and the number of the others."""
+    first, *others = (name.strip() for name in names.split(","))
+    return f"{first} and {len(others)} other modules" if len(others) >= _MOST_NAMED else names
+
+
+def prepare_copy(names: Scalar, device_type: str) -> Callable[[nn.Module], None]:
+    """Return a function that applies the setting to a copy of a model, because copies are plain models."""
+
+    def prepare(copy: nn.Module) -> None:
+        from trimtab.techniques.fp32_forward import run_in_fp32
+
+        if names is not None:
+            run_in_fp32(list(named_modules(copy, str(names)).values()), device_type)
+
+    return prepare
 
 
 def named_modules(model: nn.Module, names: str) -> dict[str, nn.Module]:
@@ -133,13 +173,17 @@ def fp32_obstacle(module: nn.Module) -> tuple[str, str, str] | None:
     return None
 
 
-def _refuse_deferred_head(loop: LiveLoop, named: dict[str, nn.Module]) -> None:
-    """Raise `ModelError` for a plain head with chunks, because the loss computes the logits after the forward."""
+def holds_plain_head(model: nn.Module, modules: Iterable[nn.Module]) -> bool:
+    """Return True if some modules contain the last layer whose logits `loss_chunk` would defer."""
     from trimtab.settings.loss_chunk import plain_head
 
-    if loop.plan.loss_chunk.value is None or (head := plain_head(loop.model)) is None:
-        return
-    if any(head is each for module in named.values() for each in module.modules()):
+    head = plain_head(model)
+    return head is not None and any(head is each for module in modules for each in module.modules())
+
+
+def _refuse_deferred_head(loop: LiveLoop, named: dict[str, nn.Module]) -> None:
+    """Raise `ModelError` for a plain head with chunks, because the loss computes the logits after the forward."""
+    if loop.plan.loss_chunk.value is not None and holds_plain_head(loop.model, named.values()):
         raise ModelError(
             "plan.fp32_modules",
             problem="plan.fp32_modules names the model's last layer, whose logits plan.loss_chunk computes in the "

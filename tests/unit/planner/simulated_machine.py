@@ -52,7 +52,7 @@ class Machine:
     """What a step costs, by default the same whatever is tried.
 
     Args:
-        speed: value of a setting -> how many times faster a step is ("bf16", "channels_last", "retain").
+        speed: value of a setting -> how many times faster a step is ("bf16", "channels_last", "retain", "norm").
         split_s: seconds that each micro-batch after the first adds to a step of 1 s.
         fused_speed: how many times faster the optimizer's step alone is, fused; it is a tenth of the step.
         head_speed: chunk -> how many times faster the loss head is; it is 0.3 of the step. head_saves: chunk ->
@@ -108,7 +108,7 @@ class Machine:
         if self.step_of is not None:
             return self.step_of(stage, candidate) * self.unit
         seconds = 0.9
-        for value in (candidate.precision, candidate.memory_layout, candidate.allocator):
+        for value in (candidate.precision, candidate.memory_layout, candidate.allocator, candidate.fp32_modules):
             seconds /= self.speed.get(value, 1.0)
         seconds += optimizer_s + head_s - 0.3
         if candidate.compiled:
@@ -127,6 +127,7 @@ class Machine:
     def peak_bytes(self, candidate: Candidate) -> int:
         """Return the true peak."""
         factor = self.weight.get(candidate.precision, 1.0) * self.weight.get(candidate.memory_layout, 1.0)
+        factor *= self.weight.get(candidate.fp32_modules, 1.0)
         factor *= 1 - self.head_saves.get(candidate.loss_chunk or 0, 0.0)
         if candidate.recompute is not None:
             chain = self._chain(candidate, candidate.micro_batch)
@@ -241,9 +242,14 @@ def measured(
         total_steps=total_steps,
         over_time_budget=over_time_budget,
     )
+    return searched(machine, profile, always=always)
+
+
+def searched(machine: Machine, profile: Profile, *, always: bool = False) -> Profile:
+    """Return the profile with the measurements that the search still asks for."""
     requested: set[Candidate] = set()
     while True:
-        wanted = next_measurement(profile, objective, budget, always=always, requested=requested)
+        wanted = next_measurement(profile, profile.objective, profile.budget, always=always, requested=requested)
         if wanted is None:
             return profile
         if isinstance(wanted, MemoryTraces):

@@ -10,11 +10,15 @@ from small_loops import class_loss
 from torch import nn
 
 import trimtab
+from trimtab.core.serialization import from_json, to_json
 from trimtab.plans.plan import Plan
-from trimtab.plans.profile import Candidate
-from trimtab.profiling.plan_proof import prove, refuted_settings
-from trimtab.profiling.precision_error import GradientError, advice
+from trimtab.plans.profile import Candidate, Profile
+from trimtab.profiling.measurement_notes import Notes
+from trimtab.profiling.plan_proof import prove, refuted_settings, with_proof
+from trimtab.profiling.precision_error import GradientError, sufficient_modules
 from trimtab.profiling.training_loop import TrainingLoop
+from trimtab.settings.loss_chunk import LEAST_CLASSES
+from trimtab.state.loop_state import LoopState
 
 ROWS = 8
 REFERENCE = Candidate(ROWS)
@@ -114,19 +118,71 @@ def test_rounding_of_weights_explains_a_large_error_near_a_minimum():
     assert prove(subject, HALF, REFERENCE).holds
 
 
-@pytest.mark.parametrize("make", [Net, Residual])
-def test_planning_notes_the_modules_that_make_the_gradient_accurate(make, monkeypatch):
-    subject = loop(make())
-    monkeypatch.setattr("trimtab.profiling.plan_proof.chosen_candidate", lambda *_: HALF)
-    profile = trimtab.profile(*subject_of(subject), num_blocks=3)
-    assert profile.is_refuted("precision", "bf16")
-    (text,) = [note.text for note in profile.notes if note.code == "precision.fp32_modules"]
-    if make is Residual:  # Both the encoder and the potential must be accurate.
-        assert "fp32_modules=" not in text
-        return
-    assert "fp32_modules='norm'" in text
+def refused(subject, candidate, monkeypatch, profile=None):
+    """Return the profile after the proof of a candidate as the plan's choice, and the notes."""
+    notes = Notes()
+    profile = profile or trimtab.profile(*subject_of(subject), num_blocks=3)
+    monkeypatch.setattr("trimtab.profiling.plan_proof.chosen_candidate", lambda *_: candidate)
+    start = LoopState(subject.trained, subject.optimizer)
+    profile, is_over = with_proof(subject, profile, lambda _: None, start, notes)
+    return profile, is_over, notes.found
+
+
+def test_a_refused_precision_is_accepted_with_the_modules_that_make_it_accurate(monkeypatch):
+    subject = loop(Net())
+    before = {name: each.clone() for name, each in subject.model.state_dict().items()}
+    profile, is_over, notes = refused(subject, HALF, monkeypatch)
+    assert not is_over
+    assert notes == ()
+    (refusal,) = profile.refused_by_proof
+    assert (refusal.setting, refusal.value, refusal.code) == ("precision", "bf16", "proof.inaccurate")
+    assert (refusal.remedy.setting, refusal.remedy.value) == ("fp32_modules", "norm")
+    remedied = HALF.having(fp32_modules="norm")
+    assert profile.error_of(HALF).code == "proof.inaccurate"
+    assert profile.error_of(remedied) is None
+    assert from_json(Profile, to_json(profile)) == profile
+    profile, is_over, _ = refused(subject, remedied, monkeypatch, profile)
+    assert is_over
+    assert profile.proof_of(remedied).holds
+    assert all(torch.equal(before[name], each) for name, each in subject.model.state_dict().items())
+    assert type(subject.model.norm) is Normalised
     plan = Plan.fixed(ROWS, precision="bf16", fp32_modules="norm")
     assert relative_error(subject, plan) < 0.1 < relative_error(subject, Plan.fixed(ROWS, precision="bf16"))
+
+
+def test_a_precision_without_sufficient_modules_stays_refused_with_a_note(monkeypatch):
+    """Both the encoder and the potential must be accurate, which are the whole model."""
+    profile, is_over, notes = refused(loop(Residual()), HALF, monkeypatch)
+    assert not is_over
+    assert [note.code for note in notes] == ["precision.fp32_modules"]
+    (refusal,) = profile.refused_by_proof
+    assert refusal.remedy is None
+
+
+def test_modules_that_do_not_suffice_are_refused_and_the_precision_is_not_refused_again(monkeypatch):
+    subject, candidate = loop(Net()), HALF.having(fp32_modules="first", fused_optimizer=True)
+    proof = prove(subject, candidate, REFERENCE)
+    assert (proof.holds, proof.code) == (False, "proof.inaccurate")
+    assert refuted_settings(subject, candidate, REFERENCE) == ("fp32_modules",)
+    profile, is_over, _ = refused(subject, candidate, monkeypatch)
+    assert not is_over
+    assert [(each.setting, each.value) for each in profile.refused_by_proof] == [("fp32_modules", "first")]
+
+
+def test_modules_with_the_last_layer_are_not_combined_with_a_chunked_loss(monkeypatch):
+    class Tail(Normalised):
+        def __init__(self):
+            super().__init__()
+            self.head = nn.Linear(16, LEAST_CLASSES)
+
+        def forward(self, x):
+            return self.head(super().forward(x))
+
+    torch.manual_seed(0)
+    profile, _, _ = refused(loop(nn.Sequential(nn.Linear(4, 16), Tail())), HALF, monkeypatch)
+    remedied = HALF.having(fp32_modules="1")
+    assert profile.error_of(remedied) is None
+    assert profile.error_of(remedied.having(loss_chunk=2)).code == "fp32_modules.loss_chunk"
 
 
 def subject_of(subject):
@@ -143,18 +199,21 @@ def relative_error(subject, plan):
     return float((gradient(plan) - whole).norm() / whole.norm())
 
 
-def test_advice_prefers_few_parameters_and_a_single_module():
-    model = nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2), nn.Linear(2, 2), nn.LayerNorm(2), nn.Tanh())
-    error = GradientError(5.0, 0.001)
+def test_few_modules_with_few_parameters_are_sufficient():
+    model = nn.Sequential(
+        nn.Linear(2, 2), nn.LayerNorm(2), nn.Bilinear(2, 2, 2), nn.LayerNorm(2), nn.Tanh(), nn.Linear(2, 2)
+    )
 
     def names(sufficient):
         def error_with(modules):
             return 0.01 if sufficient(set(modules)) else 4.0
 
-        return advice(model, "bf16", error, error_with)
+        return sufficient_modules(model, "bf16", GradientError(5.0, 0.001), error_with).names
 
     norms = {model[1], model[3]}
-    assert "fp32_modules='3'" in names(lambda found: model[3] in found)
-    assert "fp32_modules='1,3'" in names(lambda found: norms <= found)
-    assert "fp32_modules='1'" in names(lambda found: bool({model[0], model[1]} & found))
-    assert "fp32_modules=" not in names(lambda found: False)
+    assert names(lambda found: model[3] in found) == "3"
+    assert names(lambda found: norms <= found) == "1,3"
+    assert names(lambda found: bool({model[0], model[1]} & found)) == "1"
+    assert names(lambda found: {model[1], model[2]} <= found) == "1,2"  # Of two kinds.
+    assert names(lambda found: {model[2], model[5]} <= found) == ""  # Only with all parameters in fp32.
+    assert names(lambda found: False) == ""
