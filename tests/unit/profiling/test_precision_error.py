@@ -10,15 +10,23 @@ from small_loops import class_loss
 from torch import nn
 
 import trimtab
+from trimtab.core.choice import Note
 from trimtab.core.serialization import from_json, to_json
+from trimtab.planner.recompute_cost import keep_all, predict
+from trimtab.planner.search import SearchPhase
 from trimtab.plans.plan import Plan
 from trimtab.plans.profile import Candidate, Profile
+from trimtab.profiling.block_profile import measure_recomputable
+from trimtab.profiling.candidate_traces import trace_candidates
 from trimtab.profiling.measurement_notes import Notes
 from trimtab.profiling.plan_proof import prove, refuted_settings, with_proof
 from trimtab.profiling.precision_error import GradientError, sufficient_modules
+from trimtab.profiling.smoke_test import CrashTest
 from trimtab.profiling.training_loop import TrainingLoop
+from trimtab.profiling.trials import run_stage
 from trimtab.settings.loss_chunk import LEAST_CLASSES
 from trimtab.state.loop_state import LoopState
+from trimtab.techniques import mixed_precision
 
 ROWS = 8
 REFERENCE = Candidate(ROWS)
@@ -217,3 +225,104 @@ def test_few_modules_with_few_parameters_are_sufficient():
     assert names(lambda found: {model[1], model[2]} <= found) == "1,2"  # Of two kinds.
     assert names(lambda found: {model[2], model[5]} <= found) == ""  # Only with all parameters in fp32.
     assert names(lambda found: False) == ""
+
+
+def in_tf32(x):
+    """Return values rounded to the mantissa of TF32, which is that of fp16."""
+    return x.half().float() if pretended_tf32 else x
+
+
+pretended_tf32 = []
+
+
+class NormalisedInTf32(Normalised):
+    """Normalises the rounded results of a matrix product."""
+
+    def forward(self, x):
+        x = in_tf32(self.linear(x))
+        mean = in_tf32(x.mean(-1, keepdim=True))
+        variance = in_tf32((x * x).mean(-1, keepdim=True)) - in_tf32(mean * mean)
+        return (x - mean) / torch.sqrt(variance.abs() + 1e-5)
+
+
+@pytest.mark.parametrize(("bias", "holds"), [(0.0, True), (100.0, False)])
+def test_tf32_is_compared_with_fp32_as_half_precision_is(bias, holds, monkeypatch):
+    def hold():
+        pretended_tf32.append(True)
+        return pretended_tf32.clear
+
+    monkeypatch.setattr(mixed_precision, "check_available", lambda *_: None)
+    monkeypatch.setattr(mixed_precision.tf32, "_apply", hold)
+    model = Net()
+    model.norm = NormalisedInTf32()
+    nn.init.constant_(model.norm.linear.bias, bias)
+    subject, candidate = loop(model), REFERENCE.having(precision="tf32")
+    proof = prove(subject, candidate, REFERENCE)
+    assert (proof.holds, proof.code) == (holds, "proof.holds" if holds else "proof.inaccurate"), proof.reason
+    assert not pretended_tf32
+    assert prove(subject, candidate, candidate).holds
+    if not holds:
+        profile, is_over, notes = refused(subject, candidate, monkeypatch)
+        assert not is_over
+        assert notes == ()
+        assert [(each.setting, each.remedy) for each in profile.refused_by_proof] == [("precision", None)]
+
+
+MADE_UP_S = {("fp32", None): 1.0, ("bf16", None): 0.5, ("bf16", "norm"): 0.6}
+
+
+@pytest.mark.usefixtures("brief_trials")
+def test_a_plan_combines_half_precision_with_the_modules_that_its_proof_needs(monkeypatch):
+    """Everything is real but the seconds and the speed of matrix products, which differ from machine to machine."""
+
+    def timed(*args, **kwargs):
+        def made_up(trial):
+            seconds = MADE_UP_S[trial.candidate.precision, trial.candidate.fp32_modules]
+            return replace(trial, block_s=(seconds,) * len(trial.block_s))
+
+        return tuple(made_up(trial) if trial.is_whole else trial for trial in run_stage(*args, **kwargs))
+
+    monkeypatch.setattr("trimtab.profiling.profiler.run_stage", timed)
+    monkeypatch.setattr("trimtab.planner.search.precision_refusal", lambda _, each: None if each == "bf16" else REFUSED)
+    model, optimizer, loss_fn, batch = subject_of(loop(Net()))
+    plan = trimtab.plan(model, optimizer, loss_fn, batch, num_blocks=5)
+    assert (plan.precision.value, plan.fp32_modules.value) == ("bf16", "norm")
+    assert plan.proof.holds
+    assert {"precision", "fp32_modules"} <= set(plan.proof.settings)
+    assert plan.fp32_modules.code == "proof.remedy"
+    assert "precision.fp32_modules" not in {note.code for note in plan.notes}
+    assert from_json(Plan, to_json(plan)) == plan
+    with trimtab.start(model, optimizer, plan) as run:
+        run.train_step(run.window(batch), loss_fn)
+    assert type(model.norm) is Normalised
+
+
+REFUSED = Note("precision.slow", "not tried")
+
+
+class Wide(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(64), nn.Linear(64, 512), nn.Linear(512, 64)
+
+    def forward(self, x):
+        return x + self.down(torch.tanh(self.up(self.norm(x))))
+
+
+@pytest.mark.usefixtures("brief_trials")
+def test_traces_and_blocks_count_the_bytes_of_modules_in_fp32():
+    model = nn.Sequential(nn.Linear(4, 64), *(Wide() for _ in range(4)), nn.Linear(64, 3))
+    batch = torch.randn(256, 4), torch.arange(256) % 3
+    subject = TrainingLoop(model, torch.optim.SGD(model.parameters(), lr=0.1), class_loss, batch)
+    plain = Candidate(256, precision="bf16")
+    candidates = plain, plain.having(fp32_modules="1,2,3,4")
+    trials = run_stage(subject, SearchPhase("modes", candidates), 1, lambda _: None)
+    counted = [trial.peak_bytes for trial in trials]
+    guard = CrashTest(subject, REFERENCE.having(micro_batch=256))
+    traces = trace_candidates(subject, candidates, lambda _: None, guard, Notes())
+    traced = [each.whole.peak_bytes(256) for each in traces]
+    chains = [measure_recomputable(subject, each).whole.at(256) for each in candidates]
+    kept = [each.held_bytes + predict(each.stages, keep_all(len(each.stages))).peak_bytes for each in chains]
+    assert counted[1] > 1.2 * counted[0]
+    assert traced == pytest.approx(counted, rel=0.02)
+    assert kept == pytest.approx(counted, rel=0.05)
