@@ -162,6 +162,7 @@ OPTIONAL = {
     "jinja2": {"trimtab.experiments.pages"},
     "sklearn": {"trimtab.tasks.embedded"},
     "deepspeed": {"trimtab.distributed.deepspeed_backend"},
+    "torchao": {"trimtab.techniques.float8_products"},
     "pynvml": {"trimtab.energy.nvml"},
     "zeus": {"trimtab.energy.zeus"},
     "transformers": {

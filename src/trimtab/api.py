@@ -290,8 +290,9 @@ def plan(
     - "schedule": other shapes of the learning-rate schedule.
     - "dropout": no dropout, judged by the loss of unseen batches, for a run within one epoch.
     - "optimizer_state": state of Adam, AdamW or SGD in 8 bits or bf16.
+    - "float8": float8 products in large linear layers of a bf16 plan, by torchao on CUDA.
 
-    The last four are compared with the unchanged setting in short paired trainings in one process, and accepted if
+    The last five are compared with the unchanged setting in short paired trainings in one process, and accepted if
     they reach the same loss significantly sooner; low-bit state if it reaches the same loss and lowers the objective.
 
     Args:

@@ -21,7 +21,7 @@ from trimtab.core.objective import Budget, Objective
 from trimtab.losses import parts_of
 from trimtab.measure.timing import synchronize
 from trimtab.planner.smaller_state import ends_comparison, judge_smaller, peak_reduction, with_lower_peak
-from trimtab.planner.trial_statistics import WORTH_SAVING
+from trimtab.planner.trial_statistics import WORTH_SAVING, over_budget
 from trimtab.planner.tuned_plan import (
     RatePoint,
     ShortPair,
@@ -45,6 +45,7 @@ from trimtab.state.data_state import draw_and_restore_data
 from trimtab.state.loop_state import unchanged_by
 from trimtab.state.peak_memory import is_profiled, peak_bytes
 from trimtab.state.process_state import separate_heaps
+from trimtab.techniques.float8_products import require_capability, require_float8
 from trimtab.techniques.learning_rate import scaled_rates
 from trimtab.techniques.low_bit_state import bytes_saved, require_low_bit
 from trimtab.techniques.muon import hidden_matrices, require_muon
@@ -57,9 +58,9 @@ WIDEST = 300.0
 _NO_LIMIT = 1e30  # Limit on the gradient norm that never clips: the factor is exactly 1.
 PAIR_STEPS = 60
 NUM_PAIRS = 5  # Fewer pairs cannot give a verdict (math: section 8).
-ADAPTATIONS = ("learning_rate", "batch", "optimizer", "schedule", "dropout", "optimizer_state")
+ADAPTATIONS = ("learning_rate", "batch", "optimizer", "schedule", "dropout", "optimizer_state", "float8")
 # Settings compared in short paired trainings, and all settings that need short trainings.
-RACED = frozenset({"optimizer", "schedule", "dropout", "optimizer_state"})
+RACED = frozenset({"optimizer", "schedule", "dropout", "optimizer_state", "float8"})
 TRAINED = RACED | {"learning_rate"}
 # Optimizers that normalise the gradient by its magnitude, from the first step on.
 _SCALE_FREE = (torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.Adamax)
@@ -67,6 +68,7 @@ _MUON = replace(unchanged("optimizer"), value="muon", reason="compared", changed
 _NONE_DROPPED = replace(unchanged("dropout"), value=0.0, reason="compared", changed=True)
 # Tried until the first is accepted. 4 bits are left to the user: they save little more than 8, with larger errors.
 _STORAGES = ("8bit", "bf16")
+_FLOAT8_FROM = 1024  # Least features of the layers tried in float8: casts take a large part of smaller products.
 _OWN_STEP = replace(unchanged("fused_optimizer"), reason="low-bit optimizer state has its own fused step")
 _LINEAR = replace(unchanged("schedule"), value="warmup_linear", reason="compared", changed=True)
 Say = Callable[[str], None]
@@ -301,6 +303,9 @@ def require_adaptable(
         require_muon(hidden_matrices(model, optimizer))
     if "optimizer_state" in freed:
         require_low_bit(model, optimizer)
+    if "float8" in freed:
+        require_capability(next(model.parameters()).device)
+        require_float8(model, _FLOAT8_FROM)
     if "learning_rate" in freed and any(group.get("lr") is None for group in optimizer.param_groups):
         raise rate_unset("adapt", optimizer)
     if "learning_rate" in freed and not any(float(group["lr"]) for group in optimizer.param_groups):
@@ -331,8 +336,8 @@ def tune_plan(
 
     The settings are tried in this order, each with the choices made before: no dropout (paired runs), a peak learning
     rate (range test), the shape of the schedule, Muon (both paired runs; Muon with a range test for itself if the
-    rate may be tuned), and low-bit optimizer state (paired runs to equal loss, judged by time and memory with the
-    weights of `objective`). Slower settings must also meet the limits of `budget`.
+    rate may be tuned), float8 products (paired runs), and low-bit optimizer state (paired runs to equal loss, judged by
+    time and memory with the weights of `objective`). Slower settings must also meet the limits of `budget`.
 
     Raises:
         ModelError, OptimizerError: Muon has no matrices to step.
@@ -357,9 +362,28 @@ def tune_plan(
         verdict = within_limits(budget, rival, judge_rival(short_race(subject, stands, rival, data, progress), "Muon"))
         what = "Muon for the matrices of the blocks, AdamW for the rest"
         stands = adapt_setting("optimizer", stands, rival, verdict, time.perf_counter() - begin, what)
+    if "float8" in freed:
+        stands = _float8_raced(subject, stands, data, progress, budget)
     if "optimizer_state" in freed:
         stands = _state_raced(subject, stands, data, progress, budget, objective)
     return stands
+
+
+def _float8_raced(subject: TrainingLoop, stands: Plan, data: Iterable[Any], progress: Say, budget: Budget) -> Plan:
+    """Return the plan with float8 products if paired runs reach the same loss sooner, else unchanged."""
+    kept = unchanged("float8")
+    if stands.precision.value != "bf16":
+        why = f"unchanged: float8 products need bf16, and the plan's precision is {stands.precision.value}"
+        return stands.having(float8=replace(kept, reason=why))
+    begin, rival = time.perf_counter(), stands.having(float8=replace(kept, value=_FLOAT8_FROM, changed=True))
+    pairs = short_race(subject, stands, rival, data, progress)
+    verdict = within_limits(budget, rival, judge_rival(pairs, "float8 products"))
+    if verdict.is_gain:
+        rival = _with_counted_peak(subject, rival)
+        peak = None if rival.measured is None else rival.measured.peak_bytes
+        if (over := over_budget(None, peak, budget)) is not None:
+            verdict = replace(verdict, is_gain=False, reason=f"{over.text}; {verdict.reason}", code=over.code)
+    return adapt_setting("float8", stands, rival, verdict, time.perf_counter() - begin)
 
 
 def _state_raced(

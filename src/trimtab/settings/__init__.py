@@ -11,6 +11,7 @@ from trimtab.settings.batch_policy import BatchPolicy
 from trimtab.settings.clip_norm import ClipNorm
 from trimtab.settings.compiled import CompiledModel
 from trimtab.settings.dropout import Dropout
+from trimtab.settings.float8 import Float8
 from trimtab.settings.fp32_modules import Fp32Modules
 from trimtab.settings.fused_optimizer import FusedOptimizer
 from trimtab.settings.loss_chunk import LossChunk
@@ -37,6 +38,7 @@ SETTINGS: Mapping[str, Setting] = {
         FusedOptimizer(),
         StepInBackward(),
         Fp32Modules(),
+        Float8(),
         LossChunk(),
         Recompute(),
         Offload(),

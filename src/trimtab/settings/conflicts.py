@@ -111,6 +111,22 @@ def _needs_plain_state(name: str, example: Scalar, allowed: tuple[Scalar, ...], 
     )
 
 
+def _float8_needs(name: str, example: Scalar, allowed: tuple[Scalar, ...], reason: str) -> Conflict:
+    """Return the conflict of float8 products with a setting that has other values than `allowed`."""
+    return Conflict(
+        ("float8", name),
+        holds=lambda values: values["float8"] is not None and values[name] not in allowed,
+        error=lambda values: {
+            "got": f"{values['float8']} with {name}={values[name]!r}",
+            "expected": f"{name}={allowed[0]!r} with float8",
+            "problem": f"plan.float8={values['float8']} does not support {name}={values[name]!r}: {reason}.",
+            "hint": f"Set float8=None, or {name}={allowed[0]!r}.",
+            "code": f"float8.{name}",
+        },
+        example={"float8": 256, "precision": "bf16", name: example},
+    )
+
+
 def _keeps_tensors(name: str, example: Scalar, is_set: Callable[[Values], bool], reason: str) -> Conflict:
     """Return the conflict of activation offload with a value that itself decides what a forward saves."""
     return Conflict(
@@ -179,6 +195,10 @@ CONFLICTS = (
     _keeps_tensors(
         "zero_stage", 3, lambda values: values["zero_stage"] in (2, 3), "gathered weights would be moved as activations"
     ),
+    _float8_needs("precision", "fp32", ("bf16",), "the layers between the products run under autocast to bf16"),
+    _float8_needs("zero_stage", 3, (None, 0, 1), "the weights are sharded"),
+    _float8_needs("engine", "deepspeed", ("torch",), "DeepSpeed casts the weights itself"),
+    _keeps_tensors("float8", 256, partial(_is_changed, "float8"), "operands in float8 cannot be moved"),
     _needs_stage("engine", "deepspeed"),
     _needs_stage("reduce_dtype", "bf16"),
     _needs_stage("bucket_bytes", 1024),

@@ -43,7 +43,7 @@ VALUES, KEPT = ({name: both[i] for name, both in (EQUIVALENT | TRAINING).items()
 def test_numerical_effects_are_those_that_the_equivalence_tests_are_made_from():
     rounding = {"precision", "memory_layout", "fused_optimizer", "loss_chunk", "compiled", "zero_stage", "engine"}
     rounding |= {"fp32_modules", "reduce_dtype", "bucket_bytes", "reduces_once"}
-    training = {*TRAINING, "optimizer_state", "powersgd_rank", "warmup_fraction", "batch_policy"}
+    training = {*TRAINING, "optimizer_state", "powersgd_rank", "warmup_fraction", "batch_policy", "float8"}
     by_effect = {Effect.BITWISE: {"micro_batch", "allocator", "recompute", "offload", "step_in_backward"}}
     by_effect |= {Effect.ROUNDING: rounding, Effect.TRAINING: training}
     assert Plan.effects() == {name: effect for effect, names in by_effect.items() for name in names}
@@ -104,6 +104,7 @@ def test_fixed_holds_what_was_given():
         "step_in_backward": False,
         "offload": None,
         "fp32_modules": None,
+        "float8": None,
     } | VALUES
     assert all(choice.effect is Plan.effects()[name] for name, choice in plan.choices())
     assert Plan.fixed(128).micro_batch.value == 128

@@ -148,7 +148,7 @@ def test_a_schedule_is_run_through_whole_in_each_training():
 
 
 def planned(
-    its: TrainingLoop, monkeypatch, verdict: PairedTrainingVerdict, adapt, *, run_steps=None
+    its: TrainingLoop, monkeypatch, verdict: PairedTrainingVerdict, adapt, *, run_steps=None, base=STANDS, **limits
 ) -> tuple[Plan, list]:
     """Return a plan whose race was decided beforehand, and the plans that were raced."""
     raced, tested = [], []
@@ -166,7 +166,7 @@ def planned(
     monkeypatch.setattr(training_settings_search, "range_test", ranged)
     monkeypatch.setattr(training_settings_search, "judge_rival", lambda pairs, rival: verdict)
     length = RunLength(run_steps)
-    return tune_plan(its, STANDS, adapt, batches(60), lambda text: None, length), [
+    return tune_plan(its, base, adapt, batches(60), lambda text: None, length, **limits), [
         tested,
         *raced,
     ]
@@ -322,6 +322,34 @@ def test_a_schedule_is_raced_against_a_straight_line_by_samples_alone(monkeypatc
     assert "so it was" in found.explain()
     assert found.search_s > 0
     assert (found.measured, found.verified) == (stands.measured, stands.verified)  # no step became slower by it
+
+
+IN_HALF = replace(Plan.fixed(ROWS, precision="bf16"), measured=MeasuredCost(1.0, 1000))
+
+
+@pytest.mark.parametrize("is_gain", [True, False])
+def test_float8_products_are_kept_where_they_won(is_gain, monkeypatch):
+    its = subject()
+    counted = replace(IN_HALF, measured=MeasuredCost(1.0, 900))
+    monkeypatch.setattr(
+        training_settings_search, "_with_counted_peak", lambda _, plan: replace(plan, measured=counted.measured)
+    )
+    verdict = PairedTrainingVerdict(is_gain, "1.2x sooner", 0.8)
+    found, (_, (stands, rival)) = planned(its, monkeypatch, verdict, {"float8"}, base=IN_HALF)
+    assert (stands.float8.value, rival.float8.value) == (None, 1024)
+    assert (found.float8.value, found.plan_kind) == ((1024, "tuned") if is_gain else (None, "equivalent"))
+    assert [each.value for each in found.float8.rejected] == [None if is_gain else 1024]
+    if is_gain:
+        assert (found.measured.peak_bytes, found.measured.step_s) == (900, pytest.approx(0.8))
+        budget = Budget(memory=800)
+        found, _ = planned(its, monkeypatch, verdict, {"float8"}, base=IN_HALF, budget=budget)
+        assert (found.float8.value, found.float8.code) == (None, "budget.memory")
+
+
+def test_float8_products_are_raced_in_bf16_only(monkeypatch):
+    found, (_, *raced) = planned(subject(), monkeypatch, PairedTrainingVerdict(True, "so"), {"float8"})
+    assert not raced
+    assert found.float8.value is None
 
 
 def test_a_schedule_is_raced_only_if_the_rate_is_free_and_changes(monkeypatch):

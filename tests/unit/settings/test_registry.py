@@ -21,6 +21,7 @@ every_setting = pytest.mark.parametrize("setting", SETTINGS.values(), ids=SETTIN
 BESIDE = {
     "warmup_fraction": {"schedule": "warmup_cosine"},
     "fp32_modules": {"precision": "bf16"},
+    "float8": {"precision": "bf16"},
     "powersgd_rank": {"zero_stage": 0},
 }
 BESIDE |= {name: {"zero_stage": 2} for name in ("engine", "reduce_dtype", "reduces_once")}

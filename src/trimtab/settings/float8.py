@@ -1,0 +1,63 @@
+"""Float8 matrix products of large linear layers, by torchao (Micikevicius et al. 2022, arXiv:2209.05433).
+
+Input, weight and output gradient of a layer are scaled and cast to float8 before each of its three products. Weights,
+gradients and optimizer state keep their precision.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from trimtab.core import validation
+from trimtab.core.choice import Effect, Scalar
+from trimtab.core.errors import ModelError
+from trimtab.settings.base import LiveLoop, Setting, Undo
+
+if TYPE_CHECKING:
+    from trimtab.plans.plan import Plan
+
+
+class Float8(Setting):
+    """Smallest size of the linear layers whose matrix products run in float8."""
+
+    name = "float8"
+    title = "float8 products"
+    default = None
+    effect = Effect.TRAINING
+    summary = "Least input and output features of the `nn.Linear` layers with float8 products (torchao, CUDA)."
+    values = "a whole number of features, or None"
+    examples = (16,)
+
+    def check(self, value: Scalar, plan: Plan) -> None:
+        if value is not None:
+            validation.integer(self.field, value)
+
+    def label(self, value: Scalar) -> str:
+        return "" if value is None else f"float8 from {value} features"
+
+    def value_text(self, value: Scalar) -> str:
+        return "off" if value is None else f"from {value} features"
+
+    def phrase(self, value: Scalar) -> str:
+        return "products in the plan's precision" if value is None else f"float8 products from {value} features"
+
+    def require(self, loop: LiveLoop, value: Scalar) -> None:
+        from trimtab.settings.fp32_modules import named_modules
+        from trimtab.techniques.float8_products import large_layers, require_float8
+
+        require_float8(loop.model, int(value or 0))
+        layers = set(large_layers(loop.model, int(value or 0)).values())
+        names = loop.plan.fp32_modules.value
+        for name, module in ({} if names is None else named_modules(loop.model, str(names))).items():
+            if not layers.isdisjoint(module.modules()):
+                raise ModelError(
+                    "plan.float8",
+                    problem=f"plan.fp32_modules names the module {name}, which holds layers with float8 products.",
+                    hint=f"Remove {name} from fp32_modules, or raise float8 above the size of its layers.",
+                    code="float8.fp32_modules",
+                )
+
+    def apply(self, loop: LiveLoop, value: Scalar) -> Undo | None:
+        from trimtab.techniques.float8_products import use_float8
+
+        return use_float8(loop.model, int(value or 0))
