@@ -18,6 +18,9 @@ from trimtab.core.recompute_schedule import schedule_of
 from trimtab.experiments.phases import StepClock
 from trimtab.losses import Summed
 from trimtab.plans.plan import Plan
+from trimtab.plans.profile import Candidate
+from trimtab.profiling.plan_proof import prove
+from trimtab.profiling.training_loop import TrainingLoop
 from trimtab.state import process_state
 from trimtab.state.loop_state import LoopState
 from trimtab.state.peak_memory import peak_bytes, unused_bytes
@@ -80,6 +83,16 @@ def test_modules_in_fp32_match_a_loop_that_disables_autocast(precision: str) -> 
         assert torch.equal(found, logits)
         run.train_step(run.window(batch), loss_fn)
     assert [type(each) for each in model] == [type(each) for each in plain]
+
+
+def test_tf32_is_proved_against_fp32() -> None:
+    model, optimizer, batch = make()
+    subject = TrainingLoop(model, optimizer, loss_fn, batch)
+    reference = Candidate(subject.rows)
+    modes = [place.fp32_precision for place in process_state.fp32_places()]
+    proof = prove(subject, reference.having(precision="tf32"), reference)
+    assert (proof.holds, proof.precisions) == (True, ("fp32", "tf32")), proof.reason
+    assert [place.fp32_precision for place in process_state.fp32_places()] == modes
 
 
 @pytest.mark.parametrize("fused", [False, True])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 
 import pytest
@@ -56,6 +57,14 @@ def test_modules_in_fp32_are_chosen_if_the_precision_is_faster_with_them():
     assert (plan.fp32_modules.code, plan.fp32_modules.reason) == ("proof.remedy", REASON)
     assert rejected(plan, "fp32_modules") == {None: "proof.inaccurate"}
     assert from_json(Profile, to_json(profile)) == profile
+
+
+def test_a_profile_without_remedies_is_read_as_refused_altogether():
+    profile = proved(Machine(speed={"bf16": 2.0, "norm": 0.9}))
+    older = json.loads(to_json(replace(profile, refused_by_proof=(replace(REFUSAL, remedy=None),))))
+    del older["refused_by_proof"][0]["remedy"]
+    found = from_json(Profile, json.dumps(older))
+    assert all(found.error_of(t.candidate) for t in found.trials if t.candidate.precision == "bf16")
 
 
 def test_modules_in_fp32_are_compared_with_the_fastest_precision_that_no_proof_refused():
