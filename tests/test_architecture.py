@@ -495,7 +495,7 @@ LOADED = {
     "trimtab.core.stopping_rule",
     "trimtab.core.units",
 }
-MAX_MODULES = 140  # with those of the standard library, and what the interpreter itself begins with
+MAX_MODULES = 141  # with those of the standard library, and what the interpreter itself begins with
 
 
 def test_importing_loads_values_alone():

@@ -40,12 +40,13 @@ from trimtab.profiling.candidate_traces import trace_optimizer_states
 from trimtab.profiling.training_loop import TrainingLoop, in_mode, one_at_a_time, own_loss
 from trimtab.settings import unchanged
 from trimtab.settings.dropout import dropout_modules
+from trimtab.settings.float8 import require_layers
 from trimtab.settings.schedule import rate_unset
 from trimtab.state.data_state import draw_and_restore_data
 from trimtab.state.loop_state import unchanged_by
 from trimtab.state.peak_memory import is_profiled, peak_bytes
 from trimtab.state.process_state import separate_heaps
-from trimtab.techniques.float8_products import require_capability, require_float8
+from trimtab.techniques.float8_products import require_capability
 from trimtab.techniques.learning_rate import scaled_rates
 from trimtab.techniques.low_bit_state import bytes_saved, require_low_bit
 from trimtab.techniques.muon import hidden_matrices, require_muon
@@ -305,7 +306,7 @@ def require_adaptable(
         require_low_bit(model, optimizer)
     if "float8" in freed:
         require_capability(next(model.parameters()).device)
-        require_float8(model, _FLOAT8_FROM)
+        require_layers(model, _FLOAT8_FROM)
     if "learning_rate" in freed and any(group.get("lr") is None for group in optimizer.param_groups):
         raise rate_unset("adapt", optimizer)
     if "learning_rate" in freed and not any(float(group["lr"]) for group in optimizer.param_groups):

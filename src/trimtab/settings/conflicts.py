@@ -198,7 +198,7 @@ CONFLICTS = (
     _float8_needs("precision", "fp32", ("bf16",), "the layers between the products run under autocast to bf16"),
     _float8_needs("zero_stage", 3, (None, 0, 1), "the weights are sharded"),
     _float8_needs("engine", "deepspeed", ("torch",), "DeepSpeed casts the weights itself"),
-    _keeps_tensors("float8", 256, partial(_is_changed, "float8"), "operands in float8 cannot be moved"),
+    _float8_needs("offload", 2, (None,), "saved operands in float8 are not moved"),
     _needs_stage("engine", "deepspeed"),
     _needs_stage("reduce_dtype", "bf16"),
     _needs_stage("bucket_bytes", 1024),

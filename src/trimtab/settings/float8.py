@@ -14,6 +14,8 @@ from trimtab.core.errors import ModelError
 from trimtab.settings.base import LiveLoop, Setting, Undo
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from trimtab.plans.plan import Plan
 
 
@@ -43,13 +45,10 @@ class Float8(Setting):
 
     def require(self, loop: LiveLoop, value: Scalar) -> None:
         from trimtab.settings.fp32_modules import named_modules
-        from trimtab.techniques.float8_products import large_layers, require_float8
 
-        require_float8(loop.model, int(value or 0))
-        layers = set(large_layers(loop.model, int(value or 0)).values())
-        names = loop.plan.fp32_modules.value
+        layers, names = require_layers(loop.model, int(value or 0)), loop.plan.fp32_modules.value
         for name, module in ({} if names is None else named_modules(loop.model, str(names))).items():
-            if not layers.isdisjoint(module.modules()):
+            if not set(layers.values()).isdisjoint(module.modules()):
                 raise ModelError(
                     "plan.float8",
                     problem=f"plan.fp32_modules names the module {name}, which holds layers with float8 products.",
@@ -60,4 +59,14 @@ class Float8(Setting):
     def apply(self, loop: LiveLoop, value: Scalar) -> Undo | None:
         from trimtab.techniques.float8_products import use_float8
 
-        return use_float8(loop.model, int(value or 0))
+        return use_float8(list(require_layers(loop.model, int(value or 0)).values()))
+
+
+def require_layers(model: nn.Module, least: int) -> dict[str, nn.Linear]:
+    """Return the layers with float8 products by name, or raise an error if they cannot run in float8."""
+    from trimtab.settings.loss_chunk import plain_head
+    from trimtab.techniques.float8_products import large_layers, require_float8
+
+    layers = large_layers(model, least, plain_head(model))
+    require_float8(next(model.parameters()).device, layers, least)
+    return layers

@@ -9,7 +9,7 @@ model.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 
 from trimtab.core.errors import DependencyError, ModelError, ValueGivenError
-from trimtab.settings.loss_chunk import plain_head
 from trimtab.techniques.replaced_classes import ReplacedClass, own_class, replace_classes
 
 MULTIPLE = 16  # Features per row of a float8 operand, in torch's scaled products.
@@ -49,13 +48,14 @@ class _InFloat8(ReplacedClass):
         return result
 
 
-def large_layers(model: nn.Module, least: int) -> dict[str, nn.Linear]:
+def large_layers(model: nn.Module, least: int, head: nn.Module | None) -> dict[str, nn.Linear]:
     """Return the trained linear layers with float8 products, by name.
 
-    Both dimensions have `least` features or more and are multiples of 16. The last layer of the model is left out,
-    because its rounding enters the loss directly.
+    Both dimensions have `least` features or more and are multiples of 16.
+
+    Args:
+        head: last layer of the model, which is left out, because its rounding enters the loss directly; or None.
     """
-    head = plain_head(model)
     found: dict[str, nn.Linear] = {}
     for name, module in model.named_modules():
         if not isinstance(module, nn.Linear) or own_class(module) is not nn.Linear or module is head:
@@ -67,8 +67,8 @@ def large_layers(model: nn.Module, least: int) -> dict[str, nn.Linear]:
     return found
 
 
-def require_float8(model: nn.Module, least: int) -> None:
-    """Raise an error if the products of a model's large layers cannot run in float8.
+def require_float8(device: torch.device, layers: Mapping[str, nn.Linear], least: int) -> None:
+    """Raise an error if the products of a model's `large_layers` cannot run in float8.
 
     Raises:
         DependencyError: torchao is not installed.
@@ -81,9 +81,8 @@ def require_float8(model: nn.Module, least: int) -> None:
         problem = f"plan.float8={least} needs the package torchao, which is not installed."
         hint = "Run `pip install 'trimtab[torchao]'`, or use a plan with float8=None."
         raise DependencyError("plan.float8", problem=problem, hint=hint, code="float8.not_installed") from None
-    if (device := next(model.parameters()).device).type != "cpu":  # On a CPU, float8 is emulated, for tests.
+    if device.type != "cpu":  # On a CPU, float8 is emulated, for tests.
         require_capability(device)
-    layers = large_layers(model, least)
     if not layers:
         problem = f"The model has no trained nn.Linear with {least} or more features in multiples of {MULTIPLE}, "
         problem += "except its last layer."
@@ -114,10 +113,9 @@ def require_capability(device: torch.device) -> None:
         )
 
 
-def use_float8(model: nn.Module, least: int) -> Callable[[], None]:
-    """Run the products of large layers in float8; return a function that restores the layers' classes."""
+def use_float8(layers: Sequence[nn.Linear]) -> Callable[[], None]:
+    """Run the products of some layers in float8; return a function that restores the layers' classes."""
     float8 = importlib.import_module("torchao.float8")
-    layers = list(large_layers(model, least).values())
     emulates = layers[0].weight.device.type == "cpu"
     # The products of the weight's gradient sum over tokens, whose number is any: the operands are padded.
     config = float8.Float8LinearConfig(emulate=emulates, pad_inner_dim=True)
