@@ -50,8 +50,10 @@ from trimtab.profiling.training_settings_search import (
     tune_plan,
 )
 from trimtab.progress_display import ProgressArgument, shown
+from trimtab.settings.step_in_backward import with_gradient
 from trimtab.techniques.optimizers import modules_beside, require_alone
 from trimtab.training.batch import BatchSplitting, Count, Split, of_same_size
+from trimtab.training.nonfinite import BEFORE_THE_STEP
 from trimtab.training.run import LossFn, Run
 from trimtab.training.split_conditions import warn_of_unproved_split
 from trimtab.training.step_recorder import StepRecorder
@@ -453,6 +455,9 @@ def _planned(
     require_adaptable(freed, model, optimizer, is_alone=not has_peers())
     rule = batch_rule_of("batch" in freed, batch_rule)
     objective = validation.dataclass_or("objective", objective, Objective, Objective())
+    if freed or rule is not None or has_peers():  # Settings of the training, and ranks, act on whole gradients.
+        own = validation.dataclass_or("reference", reference, Reference, ASSUMED_REFERENCE)
+        reference = dataclasses.replace(own, keeps_gradients=True)
     batch, is_shared = example_batch if longest_batch is None else longest_batch, is_to_share(model)
     if is_shared and isinstance(data, Iterator):
         raise ValueGivenError(
@@ -603,6 +608,14 @@ def start(
             hint="Call model.to_empty(device=...) and load or initialise the weights first.",
             code="model.on_meta",
         )
+    needs = {
+        "clip_norm": clip_norm,
+        "nonfinite": nonfinite in BEFORE_THE_STEP,
+        "out_of_memory='split'": out_of_memory == "split",
+        "stop=Stop(grad_norm=...)": isinstance(stop, Stop) and stop.grad_norm is not None,
+        "a job of several ranks": has_peers(),
+    }
+    plan = with_gradient(plan, needs)
     backend = backend_of(
         model,
         plan,

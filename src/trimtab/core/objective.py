@@ -153,12 +153,15 @@ class Reference:
         accumulate: batches that the user's loop accumulates per optimizer step; the example batch holds all of them.
             The loop's micro-batch is an equal part of the example, and its peak is the default memory limit.
         declared: True if the user declared it, False if it is assumed.
+        keeps_gradients: True if gradients must be held from the backward pass to the optimizer step, because the loop
+            calls `run.backward` and `run.step` itself, as trainers do, and may read or change them in between.
     """
 
     precision: str = "fp32"
     clip_norm: float | None = None
     declared: bool = True
     accumulate: int = 1
+    keeps_gradients: bool = False
 
     def __post_init__(self) -> None:
         name = validation.one_of("reference.precision", precision_name(self.precision), PRECISIONS)

@@ -19,6 +19,7 @@ from trimtab.core.parallelism import STAGES
 from trimtab.distributed.process_group import limited_to
 from trimtab.plans.plan import Plan, without_graphs
 from trimtab.settings import SETTINGS, unchanged
+from trimtab.settings.step_in_backward import without
 from trimtab.training.run import Run
 
 # Seconds: the default timeout of torch's gloo groups. A checkpoint of the trainer may delay a rank for minutes.
@@ -86,7 +87,7 @@ def follow_plan_precision(
 def accumulation_arguments(planning: Mapping[str, Any], num_batches: int, window: int) -> dict[str, Any]:
     """Return arguments of `trimtab.plan` for the example batch of an accumulated step.
 
-    The number of batches in the user's own `reference` takes precedence.
+    The number of batches in the user's own `reference` takes precedence. Trainers may read gradients before the step.
 
     Args:
         planning: arguments of `trimtab.plan`.
@@ -94,10 +95,13 @@ def accumulation_arguments(planning: Mapping[str, Any], num_batches: int, window
         window: batches of an optimizer step.
     """
     reference = planning.get("reference") or ASSUMED_REFERENCE
-    if not isinstance(reference, Reference) or reference.accumulate > 1 or window == 1:
+    if not isinstance(reference, Reference):
         return {**planning}
+    reference = replace(reference, keeps_gradients=True)
+    if reference.accumulate > 1 or window == 1:
+        return {**planning, "reference": reference}
     if num_batches == 1:
-        return {"accumulate": window, **planning}
+        return {"accumulate": window, **planning, "reference": reference}
     return {**planning, "reference": replace(reference, accumulate=num_batches)}
 
 
@@ -116,6 +120,7 @@ def checked_plan(plan: Plan | None, host: str) -> Plan | None:
         raise ValueGivenError("plan", got=f"a {type(plan).__name__}", expected="a trimtab.Plan", code="plan.invalid")
     if plan.clip_norm.value is not None and plan.clip_norm.value == plan.reference.clip_norm:
         plan = plan.having(clip_norm=unchanged("clip_norm"))
+    plan = without(plan, host)
     for name, value in plan.values.items():
         if SETTINGS[name].trainer_decides and value != SETTINGS[name].default:
             raise ValueGivenError(

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import bisect
 import contextlib
+import functools
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -34,17 +35,25 @@ class BlockMemoryTrace(NamedTuple):
         later: Chain of a later micro-batch, whose gradients are added to existing ones.
         forwards: Operators of every stage's forward, for the first micro-batch.
         work: Operators of the complete forward and backward of the first micro-batch.
+        early: Chain of a single micro-batch that updates each parameter within the backward pass; None if not traced.
     """
 
     first: BlockChain
     later: BlockChain
     forwards: list[list[Seen]]
     work: list[Seen]
+    early: BlockChain | None = None
 
 
 def chains_through(few: BlockMemoryTrace, many: BlockMemoryTrace, rows: tuple[int, int]) -> list[BlockChainModel]:
-    """Return the chain models of a first and of a later micro-batch, fitted through two sizes in samples."""
-    return [BlockChainModel(*pair, rows) for pair in ((few.first, many.first), (few.later, many.later))]
+    """Return the chain models of a first and of a later micro-batch, and with early updates if these were traced.
+
+    All are fitted through two sizes in samples.
+    """
+    found = [BlockChainModel(*pair, rows) for pair in ((few.first, many.first), (few.later, many.later))]
+    if few.early is not None and many.early is not None:
+        found.append(BlockChainModel(few.early, many.early, rows))
+    return found
 
 
 def trace_stages(
@@ -58,13 +67,17 @@ def trace_stages(
     prepare: Prepare = as_it_is,
     drops: bool = True,
     twice: bool = True,
+    updates: Mapping[str, int] | None = None,
 ) -> BlockMemoryTrace:
     """Return the memory and operators of every block, and of the part after the last block.
 
     Args:
         counts_scratch: True to add operator workspace, by running each operator that needs any once on real CPU
-        tensors. drops: True to also trace a forward without saved activations, instead of using the figures of the
-        normal one. twice: True to also trace a later micro-batch, instead of using the figures of the first one.
+            tensors.
+        drops: True to also trace a forward without saved activations, instead of using the figures of the normal one.
+        twice: True to also trace a later micro-batch, instead of using the figures of the first one.
+        updates: Temporary bytes of each parameter's update, by name, to also return the chain with updates within the
+            backward pass.
 
     Raises:
         ModelError: The step cannot be traced, for example because it reads a tensor's value.
@@ -85,7 +98,7 @@ def trace_stages(
                 passes.append(_Pass(storages))
                 with autocast():
                     loss = passes[-1].forward(model, loss_fn, batch, blocks.names)
-                passes[-1].backward(loss)
+                passes[-1].backward(loss, model)
                 del loss
         dropping = dropping if drops else passes[0]
         if counts_scratch:
@@ -97,10 +110,15 @@ def trace_stages(
         raise cannot_trace(error) from error
     held = sum(storages.sizes[number] for number in known)
     first = _chain(dropping, passes[0], blocks, held)
+    early = None
+    if updates is not None:
+        passes[0].updates = updates
+        early = _chain(dropping, passes[0], blocks, held)
     held += sum(stage.gradient_bytes for stage in first.stages)
     work = passes[0].seen.work
     forwards = [work[slice(*mark.work)] for mark in passes[0].marks]
-    return BlockMemoryTrace(first, _chain(dropping, passes[-1], blocks, held), forwards, work)
+    passes[0].updates = {}
+    return BlockMemoryTrace(first, _chain(dropping, passes[-1], blocks, held), forwards, work, early)
 
 
 def require_runs(
@@ -177,11 +195,19 @@ class _Span:
 
 
 class _Pass:
-    """A forward with its backward."""
+    """A forward with its backward.
+
+    Attributes:
+        updates: Temporary bytes of each parameter's update within the backward pass, by name. A gradient of these
+            parameters is freed upon arrival; {}: gradients are held.
+    """
 
     def __init__(self, storages: StorageTracker) -> None:
         self._storages, self.seen, self.marks = storages, storages.begin(), list[_Mark]()
         self.taken: dict[OperatorCall, CallMemory] = {}  # workspaces, if they count
+        self.updates: Mapping[str, int] = {}
+        # Storage of the final gradient and number of events before it, by parameter.
+        self._arrived: dict[str, tuple[int, int]] = {}
 
     def forward(self, model: nn.Module, loss_fn: LossFn, batch: Any, blocks: Sequence[str]) -> Tensor:
 
@@ -202,11 +228,25 @@ class _Pass:
         self.marks.append(_Mark(end, self._now, work=(begin_work, len(self.seen.work))))
         return loss
 
-    def backward(self, loss: Tensor) -> None:
+    def backward(self, loss: Tensor, model: nn.Module) -> None:
         # An implicit seed would be held by the backward to its end; allocating it here ends the forward.
         seed = torch.ones_like(loss)
         self.marks[-1].backward = self._now
+
+        def arrives(name: str, parameter: Tensor) -> None:
+            assert parameter.grad is not None
+            self._arrived[name] = self._storages.number_of(parameter.grad), self._now
+
+        trained = ((name, p) for name, p in model.named_parameters() if p.requires_grad)
+        hooks = [p.register_post_accumulate_grad_hook(functools.partial(arrives, name)) for name, p in trained]
         loss.backward(seed)
+        for hook in hooks:
+            hook.remove()
+
+    def _freed(self) -> dict[int, int]:
+        """Return the number of events before an update frees the gradient, by storage; the last of several updates."""
+        arrived = sorted((self._arrived[name] for name in self.updates if name in self._arrived), key=lambda a: a[1])
+        return dict(arrived)
 
     @property
     def before(self) -> int:
@@ -230,6 +270,8 @@ class _Pass:
         for number, index in late.items():
             changes[index] = 0
             changes[end : end + 1] = [change - sizes[number] for change in changes[end : end + 1]]
+        for number, index in self._freed().items():
+            changes[index : index + 1] = [change - sizes[number] for change in changes[index : index + 1]]
         return [0, *itertools.accumulate(changes)]
 
     def _most(self) -> list[int]:
@@ -240,6 +282,9 @@ class _Pass:
             if call in self.taken:
                 for index in range(begin, end + 1):  # Two calls share an index if nothing was born between them.
                     scratch[index] = max(scratch[index], self.taken[call].scratch_bytes)
+        for name in self.updates.keys() & self._arrived.keys():
+            _, index = self._arrived[name]
+            scratch[index] = max(scratch[index], self.updates[name])
         return [one + other for one, other in zip(held, scratch, strict=True)]
 
     def forwards(self) -> list[_Span]:
@@ -301,7 +346,8 @@ class _Pass:
 
     def _indices(self, wanted: int) -> dict[int, int]:
         """Return the event index of every storage's birth (`wanted` = 1) or death (-1)."""
-        return {number: index for index, (number, sign) in enumerate(self.seen.events) if sign == wanted}
+        found = {number: index for index, (number, sign) in enumerate(self.seen.events) if sign == wanted}
+        return found | self._freed() if wanted < 0 else found
 
     def _size(self, numbers: Iterable[int]) -> int:
         return sum(self._storages.sizes[number] for number in numbers)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -41,12 +41,17 @@ class SizeTrace(NamedTuple):
         sliced: Peak of a step with several micro-batches, which holds gradients between them. Derived from the first
             micro-batch; it may be slightly too large if gradients are copied on arrival.
         step: Peak of the optimizer step alone.
+        early: Peak of a step with a single micro-batch that updates each parameter within the backward pass and then
+            frees the gradient; None if not traced.
+        early_fused: The same by fused updates, which need no temporary tensors.
     """
 
     whole: PeakMemoryModel
     sliced: PeakMemoryModel
     work: StepWork
     step: PeakMemoryModel
+    early: PeakMemoryModel | None = None
+    early_fused: PeakMemoryModel | None = None
 
 
 def trace_peaks(
@@ -60,6 +65,7 @@ def trace_peaks(
     counts_scratch: bool = False,
     prepare: Prepare = as_it_is,
     prepare_optimizer: PrepareOptimizer | None = None,
+    by_parameter: bool = False,
 ) -> list[SizeTrace]:
     """Return peak and work of a step as functions of the micro-batch size, fitted through two sizes, for each autocast.
 
@@ -74,12 +80,22 @@ def trace_peaks(
             tensors.
         prepare: Called with the fake copy of the model before the steps.
         prepare_optimizer: Called with the fake copy of the optimizer before the optimizer has state.
+        by_parameter: True to also return the peak of updates within the backward pass; the optimizer must support
+            steps on a single parameter.
 
     Raises:
         ModelError: The step cannot be traced, for example because it reads a tensor's value.
     """
     runs = [(batch, autocast) for autocast in autocasts for batch in batches]
-    steps = _traced(model, optimizer, loss_fn, runs, prepare=prepare, prepare_optimizer=prepare_optimizer)
+    steps = _traced(
+        model,
+        optimizer,
+        loss_fn,
+        runs,
+        prepare=prepare,
+        prepare_optimizer=prepare_optimizer,
+        by_parameter=by_parameter,
+    )
     return [_sizes(*pair, rows, counts_scratch=counts_scratch) for pair in zip(steps[::2], steps[1::2], strict=True)]
 
 
@@ -130,16 +146,27 @@ def trace_work(
 def _sizes(few: TracedStep, many: TracedStep, rows: tuple[int, int], *, counts_scratch: bool) -> SizeTrace:
     phases = few.by_phase(counts_scratch=counts_scratch), many.by_phase(counts_scratch=counts_scratch)
     again = few.again(phases[0]), many.again(phases[1])
-    parts, more = (
-        [aligned_peaks(ours, theirs, our_kinds, their_kinds) for (ours, our_kinds), (theirs, their_kinds) in pairs]
-        for pairs in (zip(*phases, strict=True), zip(*again, strict=True))
-    )
-    whole, sliced = (
-        PeakMemoryModel.through([v for part, _ in chosen for v in part], [v for _, part in chosen for v in part], rows)
-        for chosen in (parts, parts + more)
-    )
+    parts, more = _aligned(*phases), _aligned(*again)
+    whole, sliced = (_model(chosen, rows) for chosen in (parts, parts + more))
     work = StepWork(operations(few.first_work, many.first_work, rows), operations(few.step_work, many.step_work, rows))
-    return SizeTrace(whole, sliced, work, PeakMemoryModel.through(*parts[-1], rows))
+    early = [
+        None
+        if few.updates is None
+        else _model(_aligned(few.early(phases[0], fused=fused), many.early(phases[1], fused=fused)), rows)
+        for fused in (False, True)
+    ]
+    return SizeTrace(whole, sliced, work, PeakMemoryModel.through(*parts[-1], rows), *early)
+
+
+def _aligned(few: Sequence[Phase], many: Sequence[Phase]) -> list[tuple[list[int], list[int]]]:
+    """Return the aligned bytes of every phase at two sizes."""
+    pairs = zip(few, many, strict=True)
+    return [aligned_peaks(ours, theirs, our_kinds, their_kinds) for (ours, our_kinds), (theirs, their_kinds) in pairs]
+
+
+def _model(parts: Sequence[tuple[list[int], list[int]]], rows: tuple[int, int]) -> PeakMemoryModel:
+    few, many = ([value for part in parts for value in part[size]] for size in (0, 1))
+    return PeakMemoryModel.through(few, many, rows)
 
 
 def _traced(
@@ -151,6 +178,7 @@ def _traced(
     num_micro_batches: int = 1,
     prepare: Prepare = as_it_is,
     prepare_optimizer: PrepareOptimizer | None = None,
+    by_parameter: bool = False,
 ) -> list[TracedStep]:
     """Trace a step for every batch and autocast. All use the same copies, whose optimizer state is created once."""
     fakes, steps, storages = FakeTensors(), list[TracedStep](), StorageTracker()
@@ -162,9 +190,11 @@ def _traced(
             if prepare_optimizer is not None:
                 prepare_optimizer(optimizer)
             make_state(optimizer, storages)
+            updates = _update_bytes(optimizer, storages) if by_parameter else None
             storages.counts_work = True
             for _, autocast in runs:
                 steps.append(TracedStep(model, optimizer, storages, batches[0], first=steps[0] if steps else None))
+                steps[-1].updates = updates
                 steps[-1].run(loss_fn, batches[0], autocast, num_micro_batches)
                 del batches[0]  # freed here, because the next step does not hold it
     except Exception as error:  # an arbitrary model may use operators without a fake implementation
@@ -182,6 +212,44 @@ def trace_state_bytes(model: nn.Module, optimizer: Optimizer) -> int:
             return sum(storages.sizes[number] for number in storages.numbers_of(_state_values(optimizer)))
     except Exception as error:
         raise cannot_trace(error) from error
+
+
+def trace_update_bytes(model: nn.Module, optimizer: Optimizer) -> dict[str, int]:
+    """Return the temporary bytes of an optimizer step on each parameter alone, by name.
+
+    `ModelError` if the optimizer step cannot be traced.
+    """
+    fakes, storages = FakeTensors(), StorageTracker()
+    try:
+        model, optimizer = fakes.copy((model, optimizer))
+        with fakes, storages:
+            make_state(optimizer, storages)
+            found = _update_bytes(optimizer, storages)
+            return {name: found[p] for name, p in model.named_parameters() if p in found}
+    except Exception as error:
+        raise cannot_trace(error) from error
+
+
+def _update_bytes(optimizer: Optimizer, storages: StorageTracker) -> dict[Tensor, int]:
+    """Return the temporary bytes of a step on each parameter alone, beyond its gradient; the state must exist."""
+    groups, known, found = optimizer.param_groups, dict[Any, int](), dict[Tensor, int]()
+    step: Any = getattr(type(optimizer).step, "__wrapped__", type(optimizer).step)  # without the hooks of a step
+    try:
+        for index, group in enumerate(groups):
+            for p in (each for each in group["params"] if each.requires_grad):
+                key = index, p.shape, p.stride(), p.dtype
+                if key not in known:
+                    p.grad = torch.empty_like(p)
+                    optimizer.param_groups = [{**group, "params": [p]}]
+                    seen, storages.answers_ones = storages.begin(), True
+                    step(optimizer)
+                    storages.answers_ones, p.grad = False, None
+                    sizes = (sign * storages.sizes[number] for number, sign in seen.events)
+                    known[key] = max(0, *itertools.accumulate(sizes, initial=0))
+                found[p] = known[key]
+    finally:
+        optimizer.param_groups = groups
+    return found
 
 
 def _state_values(optimizer: Optimizer) -> list[Any]:
@@ -220,7 +288,12 @@ class TracedStep:
     """Birth and death of every storage in a step on fake tensors, by an optimizer whose state exists.
 
     The optimizer's work is identical to that of `first`, an earlier trace, and not traced again.
+
+    Attributes:
+        updates: Temporary bytes of a step on each parameter alone; None if not traced.
     """
+
+    updates: Mapping[Tensor, int] | None = None
 
     def __init__(
         self,
@@ -233,6 +306,7 @@ class TracedStep:
         self._model, self._optimizer, self._storages, self._first = model, optimizer, storages, first
         self._gradients: set[int] = set()
         self._arrived: dict[int, int] = {}  # number of events before the final gradient arrives, by storage
+        self._updating: dict[int, int] = {}  # temporary bytes of the parameter's update, by storage of the gradient
         self._begins: list[int] = []  # number of events before each phase
         self._work_before: list[int] = []  # number of operators before each phase
         storages.numbers_of([*model.parameters(), *model.buffers(), batch, *_state_values(optimizer)])
@@ -272,7 +346,10 @@ class TracedStep:
 
     def _arrives(self, parameter: Tensor) -> None:
         assert parameter.grad is not None
-        self._arrived[self._storages.number_of(parameter.grad)] = len(self._seen.events)
+        number = self._storages.number_of(parameter.grad)
+        self._arrived[number] = len(self._seen.events)
+        if self.updates is not None and parameter in self.updates:
+            self._updating[number] = self.updates[parameter]
 
     def _enter_phase(self) -> None:
         self._begins.append(len(self._seen.events))
@@ -330,6 +407,25 @@ class TracedStep:
                 second[0].append(size + left)
                 second[1].append(-1)
         return [(held, kinds), second]
+
+    def early(self, phases: list[Phase], *, fused: bool) -> list[Phase]:
+        """Return the phases of a step that updates each parameter and frees its gradient within the backward pass.
+
+        Derived from `by_phase`. Fused updates need no temporary tensors.
+        """
+        before, forward, (backward, kinds), *_ = phases
+        arriving = sorted(self._arrived.items(), key=lambda each: each[1])
+        freed, found = 0, (list[int](), list[int]())
+        for index, (size, kind) in enumerate(zip(backward, kinds, strict=True), self._begins[1] + 1):
+            found[0].append(size - freed)
+            found[1].append(kind)
+            while arriving and arriving[0][1] <= index:
+                number, _ = arriving.pop(0)
+                if number in self._updating:
+                    found[0].append(size - freed + (0 if fused else self._updating[number]))
+                    found[1].append(-1)
+                    freed += self._storages.sizes[number]
+        return [before, forward, found]
 
     @property
     def gradient_bytes(self) -> int:

@@ -6,9 +6,10 @@ measure the savings of a chunked loss head and of compilation; the optimizer ste
 relative to the step of a single trial, so drift of the machine's speed between search phases does not bias comparisons
 of whole steps, only the optimizer's fraction of a step.
 
-Bytes are counted in a trial, or traced plus a margin. Compiled and captured models are not traced: their bytes are
-those of a trial, adjusted by the traced difference of the plain model. Recomputation is predicted from the chain of
-blocks, in compiled models too. For a target device without trials, seconds come from the roofline.
+Bytes are counted in a trial, or traced plus a margin. A step within the backward pass is traced too: each gradient is
+freed after its update, so the saving depends on the moment of the peak. Compiled and captured models are not traced:
+their bytes are those of a trial, adjusted by the traced difference of the plain model. Recomputation is predicted from
+the chain of blocks, in compiled models too. For a target device without trials, seconds come from the roofline.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from trimtab.core.memory_model import Line, Operation, Seen, StepWork
 from trimtab.planner import recompute_candidates
 from trimtab.planner.trial_statistics import ratio_by_longest
 from trimtab.plans.profile import SAME_BYTES, SLICED, Candidate, Profile, TracedCandidate, Trial
-from trimtab.settings import NOT_MODES, OWN_PHASE, SAME_PEAK
+from trimtab.settings import FROM_TRACES, NOT_MODES, OWN_PHASE, SAME_PEAK
 from trimtab.settings.micro_batch import MOST_NARROW
 
 # Roofline model (Williams et al. 2009): an operator's time is the maximum of its compute time and its memory time.
@@ -228,6 +229,8 @@ class CostModel:
             value, own = getattr(candidate, name), getattr(self._profile.reference_candidate, name)
             if value == own:
                 continue
+            if name in FROM_TRACES and (candidate.compiled or self.traced_bytes(candidate) is not None):
+                continue
             peak = self.predict(candidate.having(**{name: own})).peak_bytes
             tried = (trial for trial in self._profile.ran(name) if getattr(trial.candidate, name) == value)
             if peak is None or (ours := next(tried, None)) is None or not ours.peak_bytes:
@@ -288,13 +291,15 @@ class CostModel:
         traced = self._trace_of(candidate)
         is_whole = self._count(candidate) == 1 and not self._profile.adapts_batch_size
         model = None if traced is None else traced.whole if is_whole else traced.sliced
+        if candidate.step_in_backward and traced is not None:
+            model = traced.early_fused if candidate.fused_optimizer else traced.early
         return None if model is None else model.peak_bytes(candidate.micro_batch)
 
     def _chained_bytes(self, candidate: Candidate) -> int | None:
         """Return the peak of a step with recomputation; the optimizer step needs as much memory as without."""
         bare = recompute_candidates.peak_bytes(self._profile, candidate)
         traced = self._trace_of(candidate.having(recompute=None, compiled=False))
-        if bare is None or traced is None or traced.step is None:
+        if bare is None or traced is None or traced.step is None or candidate.step_in_backward:
             return bare
         return max(bare, traced.step.peak_bytes(candidate.micro_batch))
 
@@ -440,6 +445,9 @@ class CostModel:
         """Return the bytes counted in a trial; the allocator mode and a fused step hardly change memory."""
         alike = [t for t in self._weighed() if t.candidate.alike(candidate, *SAME_PEAK)]
         same = [t for t in alike if t.candidate.fused_optimizer == candidate.fused_optimizer]
+        # In the backward pass, the temporary tensors of an unfused update are held beside the activations.
+        if not same and candidate.step_in_backward and self.traced_bytes(candidate) is not None:
+            return None
         return next((trial.peak_bytes for trial in reversed(same or alike)), None)
 
     def _weighed(self) -> list[Trial]:
@@ -452,6 +460,8 @@ class CostModel:
         """
         if not candidate.compiled or candidate.recompute is not None:
             return None
+        if candidate.step_in_backward:
+            return self._compiled_early(candidate)
         bare = self.traced_bytes(candidate.having(compiled=False))
         alike = [t for t in self._weighed() if t.candidate.alike(candidate, *BUT_WAY) and not t.candidate.recompute]
         if bare is None or not alike:
@@ -462,6 +472,19 @@ class CostModel:
             return None
         share = 1 + self.margin if bare > tried else _LEFT_OUT if is_by_compiler(candidate.compiled) else 1.0
         return math.ceil((near.peak_bytes or 0) + share * (bare - tried))
+
+    def _compiled_early(self, candidate: Candidate) -> int | None:
+        """Return the peak of a compiled model with updates in the backward pass, from the peak with updates after it.
+
+        The compiled backward of a whole model returns all gradients at once, so nothing is saved. Compiled blocks save
+        as much as the plain model.
+        """
+        late = candidate.having(step_in_backward=False)
+        peak = self.predict(late).peak_bytes
+        plain, early = (self.traced_bytes(each.having(compiled=False)) for each in (late, candidate))
+        if peak is None or candidate.compiled is True:
+            return peak
+        return None if plain is None or early is None else peak + early - plain
 
     def _traced(self, candidate: Candidate) -> int | None:
         bare = self.traced_bytes(candidate)
@@ -481,7 +504,7 @@ class CostModel:
         return step_seconds(traced.work, device, candidate.precision, rows, self._count(candidate))
 
     def _trace_of(self, candidate: Candidate) -> TracedCandidate | None:
-        for ignored in (("allocator", "micro_batch"), SAME_BYTES):
+        for ignored in (("allocator", "micro_batch", *FROM_TRACES), (*SAME_BYTES, *FROM_TRACES)):
             for traced in self._profile.traces:
                 if traced.candidate.alike(candidate, *ignored):
                     return traced

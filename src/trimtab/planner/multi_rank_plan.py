@@ -177,7 +177,7 @@ def profile_for_stage(profile: Profile, engine: str, stage: int) -> Profile:
     def goes(candidate: Candidate) -> bool:
         has_layout = candidate.memory_layout != "keep" and (stage >= 2 or engine == "deepspeed")
         fits = not has_layout and (stage < 2 or fuses or not candidate.fused_optimizer)
-        if is_in_conflict(candidate, zero_stage=stage, engine=engine):
+        if is_in_conflict(candidate, profile.loop.batch_size, zero_stage=stage, engine=engine):
             return False
         return fits and not (engine == "deepspeed" and (candidate.precision == "fp16" or candidate.compiled))
 
@@ -190,8 +190,13 @@ def profile_for_stage(profile: Profile, engine: str, stage: int) -> Profile:
 
 
 def of_any_rank(profile: Profile) -> Profile:
-    """Return a profile without trials valid for a single process only (CUDA graphs, compilation by block)."""
-    return replace(profile, trials=tuple(t for t in profile.trials if t.candidate.compiled in (False, True)))
+    """Return a profile without trials valid for a single process only, such as of CUDA graphs."""
+
+    def holds(candidate: Candidate) -> bool:
+        is_single = is_in_conflict(candidate, profile.loop.batch_size, zero_stage=0, num_ranks=2)
+        return candidate.compiled in (False, True) and not is_single
+
+    return replace(profile, trials=tuple(trial for trial in profile.trials if holds(trial.candidate)))
 
 
 def at_stage(profile: Profile, traces: Sequence[RankPeakMemory]) -> Profile:

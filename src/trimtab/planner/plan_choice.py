@@ -20,6 +20,7 @@ from trimtab.planner.trial_statistics import speed_ratio
 from trimtab.plans.plan import Plan
 from trimtab.plans.profile import Candidate, Profile, is_final
 from trimtab.settings import SEARCHED, SETTINGS, unchanged
+from trimtab.settings.step_in_backward import SAVES
 
 _RISES = 1.02  # relative to the loop's own peak; repeated counts of a peak agree to about 1 %
 
@@ -116,7 +117,12 @@ def _plan(
         meter=profile.meter,
         planning_s=profile.profiling_s,
         advice=advice_of(profile, _measured(profile, reference), _measured(profile, winner), winner),
-        notes=(*profile.notes, *_notes_of_memory(profile, winner, budget), *_notes_of_length(profile, winner)),
+        notes=(
+            *profile.notes,
+            *_notes_of_memory(profile, winner, budget),
+            *_notes_of_gradients(profile, winner),
+            *_notes_of_length(profile, winner),
+        ),
     )
 
 
@@ -147,6 +153,17 @@ def _notes_of_memory(profile: Profile, winner: Candidate, budget: Budget) -> Ite
     if peak is not None and peak > _RISES * own:
         rise = f"by {100 * (peak / own - 1):.2g}%, from {format_bytes(own)} to {format_bytes(peak)}"
         yield Note("memory.peak_rises", f"the peak memory of a step increases {rise}")
+
+
+def _notes_of_gradients(profile: Profile, winner: Candidate) -> Iterator[Note]:
+    """Yield a note on the memory of the gradients that a step within the backward pass frees."""
+    if not winner.step_in_backward:
+        return
+    model = CostModel(profile)
+    early, late = (model.predict(each).peak_bytes for each in (winner, winner.having(step_in_backward=False)))
+    if early is not None and late is not None:
+        more = format_bytes(max(0, late - early))
+        yield Note(SAVES, f"without step_in_backward, the peak memory is predicted to rise by {more}")
 
 
 def choose_there(profile: Profile) -> Plan:

@@ -26,7 +26,7 @@ def chain_of(profile: Profile, candidate: Candidate) -> BlockChain | None:
     if found is None:
         return None
     is_whole = candidate.micro_batch >= profile.loop.batch_size and not profile.adapts_batch_size
-    model = found.whole if is_whole else found.sliced
+    model = found.early if candidate.step_in_backward else found.whole if is_whole else found.sliced
     return None if model is None else _at(model, candidate.micro_batch)
 
 

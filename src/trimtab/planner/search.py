@@ -30,10 +30,10 @@ from trimtab.core.choice import Note
 from trimtab.core.objective import PRECISIONS, Budget, Objective
 from trimtab.planner import compile_policy
 from trimtab.planner.cost_model import CostModel, head_tokens, sizes_to_consider
-from trimtab.planner.search_space import WORTH_A_RUN, lightest, priced_candidates, put_first
+from trimtab.planner.search_space import WORTH_A_RUN, is_in_conflict, lightest, priced_candidates, put_first
 from trimtab.planner.trial_statistics import over_budget, reason_unfit
 from trimtab.plans.profile import ALONE, FINAL, SAME_BYTES, SLICED, Candidate, Profile, is_final
-from trimtab.settings import NOT_MODES, OWN_PHASE, SETTINGS
+from trimtab.settings import FROM_TRACES, NOT_MODES, OWN_PHASE, SETTINGS
 from trimtab.settings.precision import precision_refusal
 
 STAGES = ("modes", "optimizer", "head", *OWN_PHASE, "sizes", "graphs", "compile", FINAL)
@@ -231,7 +231,7 @@ def next_recomputables(
     modes = CostModel(profile).modes
 
     def to_measure(candidate: Candidate) -> Candidate:
-        kept = {name: getattr(candidate, name) for name in ("loss_chunk", *OWN_PHASE)}
+        kept = {name: getattr(candidate, name) for name in ("loss_chunk", *OWN_PHASE) if name not in FROM_TRACES}
         return next((mode.having(**kept) for mode in modes if mode.alike(candidate, *NOT_MODES)), candidate)
 
     wanted = dict.fromkeys(to_measure(point.candidate) for point in (fastest, *fit, *light))
@@ -318,19 +318,28 @@ def _head(profile: Profile, budget: Budget) -> tuple[Candidate, ...]:
 
 
 def _own_phase(name: str, profile: Profile, budget: Budget) -> tuple[Candidate, ...]:
-    """Return the fastest mode that no proof refused, and a mode with other values of a setting without a special rule.
+    """Return a mode, and modes with other values of a setting that has no special rule.
 
-    That mode is the fastest for which the setting has other values.
+    The fastest mode for which the setting has other values, without a conflict and not refused by a proof, or else the
+    whole batch, if the setting makes it fit. The first candidate is the mode without these values, or the fastest mode
+    that no proof refused.
     """
-    setting, fastest = SETTINGS[name], _fastest(profile)
+    setting, fastest, model = SETTINGS[name], _fastest(profile), CostModel(profile)
     if setting.refusal(profile) is not None:
         return (fastest,)
-    modes = tuple(dict.fromkeys((fastest, *CostModel(profile).modes)))
-    first = next((mode for mode in modes if profile.refutation_of(mode) is None), fastest)
-    for mode in modes:
-        tried = [mode.having(**{name: value}) for value in setting.candidates(profile, mode)]
-        if any(each != mode for each in tried):
-            return tuple(dict.fromkeys((first, *(each for each in tried if each != mode))))
+    rows, limit = profile.loop.batch_size, budget.memory_bytes or _MOST_BYTES
+    modes = tuple(dict.fromkeys((fastest, *model.modes)))
+    for base in dict.fromkeys((*modes, *(mode.having(micro_batch=rows) for mode in modes))):
+        tried = [base.having(**{name: value}) for value in setting.candidates(profile, base)]
+        tried = [each for each in tried if each != base and profile.refutation_of(each) is None]
+        tried = [each for each in tried if not is_in_conflict(each, rows)]
+        if base.micro_batch > fastest.micro_batch:
+            device_bytes = profile.device.memory_bytes or _MOST_BYTES
+            tried = [each for each in tried if model.may_fit(each, limit) and model.may_fit(base, device_bytes)]
+        if tried:
+            usable = (mode for mode in (base, *modes) if profile.refutation_of(mode) is None)
+            return tuple(dict.fromkeys((next(usable, fastest), *tried)))
+    return (fastest,)
     return (first,)
 
 

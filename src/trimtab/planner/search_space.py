@@ -97,7 +97,7 @@ def _combined(profile: Profile, model: CostModel, budget: Budget) -> Iterator[Ca
                 for rows, is_fused, compiled, more in grid:
                     part = mode.having(micro_batch=rows, fused_optimizer=is_fused, allocator=allocator)
                     part = part.having(loss_chunk=chunk, compiled=compiled, **more)
-                    if is_in_conflict(part):
+                    if is_in_conflict(part, profile.loop.batch_size):
                         continue
                     if not is_in_chunks(profile, part):
                         continue  # not chunked in effect, and no trace of chunks applies
@@ -106,12 +106,12 @@ def _combined(profile: Profile, model: CostModel, budget: Budget) -> Iterator[Ca
                         yield part.having(recompute=schedule)
 
 
-def is_in_conflict(candidate: Candidate, **shared: Scalar) -> bool:
+def is_in_conflict(candidate: Candidate, batch_size: int, **shared: Scalar) -> bool:
     """Return True if no plan can have a candidate's values, on one process or with the sharding settings `shared`."""
     if not _CONFLICTS:
         return False
     values = {name: getattr(candidate, name, setting.default) for name, setting in SETTINGS.items()}
-    return find_conflict(values | {"num_ranks": 1} | shared, _CONFLICTS) is not None
+    return find_conflict(values | {"num_ranks": 1, "batch_size": batch_size} | shared, _CONFLICTS) is not None
 
 
 def _others(profile: Profile) -> Iterator[dict[str, Scalar]]:

@@ -34,6 +34,7 @@ from trimtab.core.objective import ASSUMED_REFERENCE, Reference
 from trimtab.core.serialization import read_json, to_json, write_result
 from trimtab.plans import plan_text
 from trimtab.settings import SETTINGS, unchanged
+from trimtab.settings.base import BY_HAND
 from trimtab.settings.conflicts import check_conflicts
 
 
@@ -67,7 +68,6 @@ class ZeroStageCost:
 
 
 PLAN_SCHEMA = 14
-BY_HAND = "plan.by_hand"  # Code of the choices of a plan that was set by hand.
 
 # One field per setting, from `trimtab.settings.SETTINGS`; all but the micro-batch keep the user's value by default.
 _Choices: Any = dataclasses.make_dataclass(
@@ -150,7 +150,7 @@ class Plan(_Choices):  # type: ignore[misc]
         validation.integer("plan.num_ranks", self.num_ranks)
         for name, setting in SETTINGS.items():
             setting.check(getattr(self, name).value, self)
-        check_conflicts(self.values | {"num_ranks": self.num_ranks})
+        check_conflicts(self.values | {"num_ranks": self.num_ranks, "batch_size": self.batch_size})
         if self.splits and self.check is not None and not self.check.splittable and not self.splits_as_the_loop:
             object.__setattr__(self, "micro_batch", replace(self.micro_batch, effect=Effect.TRAINING))
 

@@ -18,7 +18,7 @@ from trimtab.core.errors import FormatError
 from trimtab.core.hardware import DeviceSpec
 from trimtab.core.memory_model import Operation, PeakMemoryModel, StepWork
 from trimtab.core.objective import ASSUMED_REFERENCE, Budget, Objective, Reference
-from trimtab.settings import SAME_PEAK, SEARCHED
+from trimtab.settings import FROM_TRACES, SAME_PEAK, SEARCHED
 
 PROFILE_SCHEMA = 11
 # Search phase that times the optimizer step alone.
@@ -146,6 +146,8 @@ class TracedCandidate:
         sliced: peak of a step with several micro-batches, which hold accumulated gradients; None if the batch cannot
             be split.
         step: peak of the optimizer step alone, without activations.
+        early: peak of a step with a single micro-batch and updates within the backward pass; None if not traced.
+        early_fused: the same with a fused optimizer.
     """
 
     candidate: Candidate
@@ -153,6 +155,8 @@ class TracedCandidate:
     sliced: PeakMemoryModel | None = None
     work: StepWork | None = None
     step: PeakMemoryModel | None = None
+    early: PeakMemoryModel | None = None
+    early_fused: PeakMemoryModel | None = None
 
 
 @dataclass(frozen=True)
@@ -169,6 +173,7 @@ class RecomputableBlocks:
         refusal: reason for missing chains, or "".
         code: stable identifier of the refusal, such as "recompute.no_blocks", or "".
         has_buffers: True if a block has buffers, so that it cannot be compiled and recomputed.
+        early: chain of a step with a single micro-batch and updates within the backward pass; None if not traced.
     """
 
     candidate: Candidate
@@ -180,6 +185,7 @@ class RecomputableBlocks:
     refusal: str = ""
     code: str = ""
     has_buffers: bool = False
+    early: BlockChainModel | None = None
 
 
 @dataclass(frozen=True)
@@ -274,6 +280,8 @@ class LoopFacts:
             equal blocks; None if no kind repeats.
         wide_gradient_bytes: additional bytes of gradients that are accumulated in fp32 for half-precision weights.
         padding: padding tokens in the drawn batches, or in the example batch; None if not recognizable.
+        by_parameter_refusal: reason why the optimizer cannot step on one parameter at a time within the backward pass,
+            or "".
     """
 
     num_parameters: int
@@ -306,6 +314,7 @@ class LoopFacts:
     kinds_of_blocks: float | None = None
     wide_gradient_bytes: int = 0
     padding: PaddingCount | None = None
+    by_parameter_refusal: str = "the profile does not record if the optimizer can step on one parameter at a time"
 
 
 @dataclass(frozen=True)
@@ -455,7 +464,7 @@ class Profile:
 
     def recomputable_of(self, candidate: Candidate) -> RecomputableBlocks | None:
         """Return the recomputation costs of a candidate's blocks, measured in eager mode; None if they do not apply."""
-        ignored = (*SAME_BYTES, "recompute", *([] if is_recorded(candidate.compiled) else ["compiled"]))
+        ignored = (*SAME_BYTES, *FROM_TRACES, "recompute", *([] if is_recorded(candidate.compiled) else ["compiled"]))
         alike = (each for each in self.recomputables if each.candidate.alike(candidate, *ignored))
         return next((each for each in alike if not (each.has_buffers and candidate.compiled)), None)
 

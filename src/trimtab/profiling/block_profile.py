@@ -17,7 +17,7 @@ from trimtab.core.errors import ModelError
 from trimtab.core.recompute_schedule import EVERY_BLOCK, KeptBlock, RecomputedSegment, Schedule, schedule_of
 from trimtab.measure.block_memory import chains_through, trace_stages
 from trimtab.measure.blocks import BlockGraph, hook_blocks
-from trimtab.measure.memory_trace import Prepare, as_it_is
+from trimtab.measure.memory_trace import Prepare, as_it_is, trace_update_bytes
 from trimtab.measure.timing import clock_s, seconds_between, stamp, synchronize
 from trimtab.planner.recompute_cost import keep_all
 from trimtab.planner.recompute_solver import by_shares
@@ -29,6 +29,7 @@ from trimtab.profiling.trials import step_until_applied, timer
 from trimtab.settings.fp32_modules import prepare_copy
 from trimtab.state.peak_memory import state_tensors, storage_bytes
 from trimtab.techniques.activation_checkpointing import survey_operators, use_schedule
+from trimtab.techniques.optimizer_in_backward import refusal_of
 from trimtab.training.batch import to_device
 
 T = TypeVar("T")
@@ -183,7 +184,7 @@ def _measured(subject: TrainingLoop, candidate: Candidate, notes: Notes, *, spli
     step_s, line = measure_seconds(subject, candidate, splits=splits, forward_s=forward_s)
     chains = [chain.with_seconds(lambda index, rows: shares[index] * line.at(rows)) for chain in chains]
     held = storage_bytes(state_tensors(subject.optimizer)) + subject.start_bytes
-    whole, sliced = (chain.holding(held) for chain in chains)
+    whole, sliced, *early = (chain.holding(held) for chain in chains)
     buffers = (buffer for name in names for buffer in subject.model.get_submodule(name).buffers())
     return RecomputableBlocks(
         candidate,
@@ -193,6 +194,7 @@ def _measured(subject: TrainingLoop, candidate: Candidate, notes: Notes, *, spli
         step_s,
         by_shares(whole.at(subject.rows)),
         has_buffers=next(buffers, None) is not None,
+        early=early[0] if early else None,
     )
 
 
@@ -204,6 +206,8 @@ def _traced(subject: TrainingLoop, candidate: Candidate, notes: Notes) -> tuple[
         batch = to_device(subject.batch, subject.device)
 
         prepare_precision = prepare_copy(candidate.fp32_modules, subject.device.type)
+        can_step = not refusal_of(subject.optimizer)
+        updates = trace_update_bytes(run.model, subject.optimizer) if can_step else None
 
         def trace(prepare: Prepare = as_it_is, **how: Any) -> list[BlockChainModel]:
             def prepared(copy: nn.Module) -> None:
@@ -211,6 +215,7 @@ def _traced(subject: TrainingLoop, candidate: Candidate, notes: Notes) -> tuple[
                 prepare(copy)
 
             how |= {"autocast": run.autocast, "counts_scratch": subject.device.type == "cpu", "prepare": prepared}
+            how["updates"] = updates
 
             def at(rows: tuple[int, int], batches: Sequence[Any]) -> list[BlockChainModel]:
                 few, many = (trace_stages(run.model, subject.loss_fn, each, subject.blocks, **how) for each in batches)

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from trimtab.core.errors import ModelError, TrimtabError
+from trimtab.core.memory_model import PeakMemoryModel
 from trimtab.measure.fake_tensors import kernels_of
 from trimtab.measure.memory_trace import SizeTrace, trace_peaks
 from trimtab.measure.storage_tracker import WorkspaceTooLarge
@@ -25,6 +26,7 @@ from trimtab.settings.fp32_modules import prepare_copy
 from trimtab.techniques import optimizers
 from trimtab.techniques.low_bit_state import use_low_bit
 from trimtab.techniques.mixed_precision import autocast
+from trimtab.techniques.optimizer_in_backward import refusal_of
 from trimtab.training.batch import BY_CONTAINERS, BatchSplitting, to_device
 from trimtab.training.run import LossFn
 
@@ -70,10 +72,22 @@ def _trace_candidate(subject: TrainingLoop, candidate: Candidate) -> list[Traced
             autocasts=[run.autocast],
             counts_scratch=subject.device.type == "cpu",
             prepare=prepare_copy(candidate.fp32_modules, subject.device.type),
+            by_parameter=not refusal_of(subject.optimizer),
         )
-    held = subject.start_bytes  # A run holds these bytes throughout.
+
+    def held(model: PeakMemoryModel | None) -> Any:  # A run holds these bytes throughout.
+        return model and model.beside(subject.start_bytes)
+
     return [
-        TracedCandidate(candidate, each.whole.beside(held), each.sliced.beside(held), each.work, each.step.beside(held))
+        TracedCandidate(
+            candidate,
+            held(each.whole),
+            held(each.sliced),
+            each.work,
+            held(each.step),
+            held(each.early),
+            held(each.early_fused),
+        )
         for each in traced
     ]
 

@@ -19,6 +19,7 @@ from trimtab.profiling.training_loop import TrainingLoop
 from trimtab.techniques.compiled_blocks import repeated_blocks
 from trimtab.techniques.compiled_call import is_compiled
 from trimtab.techniques.memory_format import is_channels_last, sparse_module
+from trimtab.techniques.optimizer_in_backward import late_reason
 from trimtab.techniques.optimizer_self_test import fused_difference
 from trimtab.techniques.optimizers import is_fused, supports_fused
 from trimtab.training.out_of_memory import is_out_of_memory
@@ -69,6 +70,7 @@ def loop_facts(
             for p in parameters
             if p.requires_grad and p.element_size() < torch.float32.itemsize
         ),
+        by_parameter_refusal=late_reason(optimizer),
     )
 
 

@@ -57,8 +57,10 @@ from trimtab.state.loop_state import LoopState
 from trimtab.state.object_snapshots import host_copy
 from trimtab.techniques.fp32_forward import run_in_fp32
 from trimtab.techniques.mixed_precision import tf32
+from trimtab.techniques.optimizer_in_backward import gradients_seen
 from trimtab.training.accumulation import or_one
 from trimtab.training.out_of_memory import is_out_of_memory
+from trimtab.training.run import Run
 
 _COARSENESS = {"fp32": 0, "tf32": 1, "bf16": 2, "fp16": 2}  # A coarser precision is compared with the loop's own.
 _LAST_BIT = {"bf16": 2.0**-8, "fp16": 2.0**-11, "tf32": 2.0**-10}
@@ -648,6 +650,9 @@ def _planned_steps(subject: TrainingLoop, candidate: Candidate, batches: Sequenc
     first, second = batches
     with subject.start(candidate) as run:
         for _ in range(_MOST_SCALES):
+            if candidate.step_in_backward:
+                see("gradients", _gradients_of_updates(subject, run, first))
+                break
             run.accumulate(run.window(first), subject.loss_fn)
             run.unscale()
             see("gradients", _gradients(subject))
@@ -659,6 +664,20 @@ def _planned_steps(subject: TrainingLoop, candidate: Candidate, batches: Sequenc
             if run.applied_steps > steps:
                 break
     see("state", _state(subject))
+
+
+def _gradients_of_updates(subject: TrainingLoop, run: Run, batch: Any) -> dict[str, Tensor]:
+    """Take a step with updates within the backward pass, and return copies of the gradients before their updates."""
+    seen: dict[Tensor, Tensor] = {}
+
+    def see(parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        seen[parameter] = parameter.grad.clone()
+
+    with gradients_seen(subject.optimizer, see):
+        subject.step(run, batch)
+    # A parameter that was not updated within the backward pass still has its gradient, or has none.
+    return _gradients(subject) | {name: seen[p] for name, p in _trained(subject) if p in seen}
 
 
 def _trained(subject: TrainingLoop) -> list[tuple[str, Tensor]]:

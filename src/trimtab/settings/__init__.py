@@ -62,6 +62,8 @@ MODES = ("precision", "memory_layout")
 NOT_MODES = tuple(name for name in SEARCHED if name not in MODES)
 # Settings that hardly change the peak memory of a step.
 SAME_PEAK = ("allocator", "fused_optimizer")
+# Settings whose peak memory is predicted from traces and blocks of candidates without them.
+FROM_TRACES = ("step_in_backward",)
 # Searched settings with their own rules in the search; every other searched setting has a phase named after it.
 SPECIAL = ("micro_batch", *MODES, *SAME_PEAK, "loss_chunk", "recompute", "compiled")
 OWN_PHASE = tuple(name for name in SEARCHED if name not in SPECIAL)

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 Undo = Callable[[], None]
 UNCHANGED = "plan.unchanged"  # Code of the choices that keep the user's value.
+BY_HAND = "plan.by_hand"  # Code of the choices of a plan that was set by hand.
 
 
 @dataclass

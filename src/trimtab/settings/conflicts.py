@@ -12,6 +12,7 @@ from trimtab.core.errors import ValueGivenError
 from trimtab.settings import IN_STEP, SETTINGS
 from trimtab.settings.precision import HALF
 from trimtab.settings.sharding import KEPT, stages_with
+from trimtab.settings.step_in_backward import in_parts
 
 Values = Mapping[str, Any]
 
@@ -22,7 +23,8 @@ class Conflict:
 
     Args:
         settings: the setting named by the error, and the conflicting setting.
-        holds: returns True if the values are in conflict; called with the values of all settings, and `num_ranks`.
+        holds: returns True if the values are in conflict; called with the values of all settings, `num_ranks` and
+            `batch_size`.
         error: returns the texts of the error: `got`, `expected`, and optionally `problem`, `hint` and `code`.
         example: values in conflict, for the test.
     """
@@ -178,6 +180,12 @@ CONFLICTS = (
         },
         example={"optimizer": "muon", "zero_stage": 1},
     ),
+    Conflict(
+        ("step_in_backward", "micro_batch"),
+        holds=lambda values: bool(values["step_in_backward"]) and values["micro_batch"] < values["batch_size"],
+        error=lambda values: in_parts(values["step_in_backward"], "several micro-batches"),
+        example={"step_in_backward": True, "micro_batch": 4},
+    ),
     _steps_before("precision", "fp16", lambda values: values["precision"] == "fp16"),
     _steps_before("compiled", CUDA_GRAPHS, lambda values: is_recorded(values["compiled"])),
     *(_steps_before(name, setting.examples[0], partial(_is_changed, name)) for name, setting in IN_STEP.items()),
@@ -212,11 +220,11 @@ CONFLICTS = (
 
 
 def find_conflict(values: Values, conflicts: Sequence[Conflict] = CONFLICTS) -> Conflict | None:
-    """Return the first conflict among the values of all settings and `num_ranks`, or None."""
+    """Return the first conflict among the values of all settings, `num_ranks` and `batch_size`, or None."""
     return next((conflict for conflict in conflicts if conflict.holds(values)), None)
 
 
 def check_conflicts(values: Values) -> None:
-    """Raise `ValueGivenError` for the first conflict among the values of all settings and `num_ranks`."""
+    """Raise `ValueGivenError` for the first conflict among the values of `find_conflict`."""
     if (conflict := find_conflict(values)) is not None:
         raise ValueGivenError(f"plan.{conflict.settings[0]}", **conflict.error(values))

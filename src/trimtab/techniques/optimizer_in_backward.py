@@ -45,6 +45,22 @@ def refusal_of(optimizer: Optimizer) -> str:
     return "it has a parameter twice" if len(set(parameters)) < len(parameters) else ""
 
 
+def late_reason(optimizer: Optimizer) -> str:
+    """Return the reason why an optimizer would not step within the backward pass of a run, or ""."""
+    if refusal := refusal_of(optimizer):
+        return refusal
+    return "" if _hides_gradients(optimizer) else "hooks of its step or of parameters have access to gradients"
+
+
+def _hides_gradients(optimizer: Optimizer, most_hooks: int = 0) -> bool:
+    """Return True if no hook before the step, and no hook of a parameter beyond `most_hooks`, may read a gradient."""
+    before = (*_global_optimizer_pre_hooks.values(), *optimizer._optimizer_step_pre_hooks.values())
+    if any(hook not in _NEEDLESS for hook in before):
+        return False
+    parameters = (p for group in optimizer.param_groups for p in group["params"])
+    return not any(p._backward_hooks or len(p._post_accumulate_grad_hooks or ()) > most_hooks for p in parameters)
+
+
 def require_steps_by_parameter(model: nn.Module, optimizer: Optimizer) -> None:
     """Raise if an optimizer cannot step within the backward pass.
 
@@ -81,16 +97,36 @@ def stepping_in(num_micro_batches: int, optimizer: Optimizer) -> contextlib.Abst
     return hooks.active() if hooks is not None and hooks.may_step(num_micro_batches) else contextlib.nullcontext()
 
 
+@contextlib.contextmanager
+def gradients_seen(optimizer: Optimizer, see: Callable[[Tensor], object]) -> Iterator[None]:
+    """Call `see` with every parameter directly before its update within the backward pass, for proofs and tests."""
+    found = _active.get(optimizer)
+    hooks = None if found is None else found()
+    if hooks is None:
+        yield
+        return
+    hooks.see = see
+    try:
+        yield
+    finally:
+        hooks.see = None
+
+
 def _update(hooks: weakref.ref[StepInBackward], parameter: Tensor) -> None:
     if (found := hooks()) is not None:
         found.update(parameter)
 
 
 class StepInBackward:
-    """Hooks on the parameters of an optimizer for updates in the backward passes inside `active`."""
+    """Hooks on the parameters of an optimizer for updates in the backward passes inside `active`.
+
+    Attributes:
+        see: called with a parameter directly before its update; None: not called.
+    """
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
+        self.see: Callable[[Tensor], object] | None = None
         # Without the hooks of the optimizer's step, which run once in the step at the end of the window.
         step: Any = type(optimizer).step
         self._step: Callable[[Optimizer], Any] = getattr(step, "__wrapped__", step)
@@ -110,12 +146,8 @@ class StepInBackward:
 
         The loop over the parameters is short compared with an optimizer call per parameter.
         """
-        optimizer = self._optimizer
-        before = (*_global_optimizer_pre_hooks.values(), *optimizer._optimizer_step_pre_hooks.values())
-        if num_micro_batches > 1 or has_own_step(optimizer) or any(hook not in _NEEDLESS for hook in before):
-            return False
-        parameters = (p for group in optimizer.param_groups for p in group["params"])
-        return not any(p._backward_hooks or len(p._post_accumulate_grad_hooks or ()) > 1 for p in parameters)
+        is_own = not has_own_step(self._optimizer)
+        return num_micro_batches == 1 and is_own and _hides_gradients(self._optimizer, most_hooks=1)
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
@@ -149,6 +181,8 @@ class StepInBackward:
                 code="step_in_backward.in_parts",
             )
         self._updated.add(parameter)
+        if self.see is not None:
+            self.see(parameter)
         optimizer, groups = self._optimizer, self._optimizer.param_groups
         optimizer.param_groups = [{**self._groups[parameter], "params": [parameter]}]
         try:

@@ -13,8 +13,6 @@ from trimtab.core import validation
 from trimtab.core.stateful import Load, Stateful, checked_state
 from trimtab.core.stopping_rule import Stop, StopReason
 from trimtab.measure.timing import AsyncScalar
-from trimtab.plans.plan import Plan
-from trimtab.settings.step_in_backward import require_gradient_unused
 from trimtab.training.hooks import Hook, Outcome
 
 # Decay of the moving average per window. No decision before the average has two thirds of its final weight.
@@ -30,10 +28,8 @@ class EarlyStopping(Stateful, Hook):
         wants_norm: True if the gradient norm of every window is needed.
     """
 
-    def __init__(self, stop: Stop | None, plan: Plan | None = None) -> None:
+    def __init__(self, stop: Stop | None) -> None:
         self._stop, self._limit = stop, None if stop is None else stop.grad_norm
-        if plan is not None:
-            require_gradient_unused(plan, {"stop=Stop(grad_norm=...)": self._limit is not None})
         self.wants_norm = self._limit is not None
         self._norm: AsyncScalar | float | None = None  # Norm of the last window.
         self._average, self._weight, self._seen = 0.0, 0.0, 0

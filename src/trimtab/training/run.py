@@ -110,7 +110,7 @@ class Run:
         self._auxiliary: list[Any] = []
         self._has_auxiliary = self._has_begun = False  # _has_begun: the first window was opened.
         self._is_loss_checked = on_trial  # Planning has checked the loss already.
-        self._open, self._stopping, self._unequal = OpenWindow(), EarlyStopping(stop, plan), UnequalBatches(plan)
+        self._open, self._stopping, self._unequal = OpenWindow(), EarlyStopping(stop), UnequalBatches(plan)
         self._peers = RankSync(exchange, self.note, in_step=backend.in_step) if exchange.num_ranks > 1 else None
         self._weights = WindowWeights() if self._peers is None else RankWeights(self._peers, plan.batch_size)
         self._joining = None if self._peers is None else UnevenInputs(self._peers, batching)

@@ -24,7 +24,6 @@ from trimtab.core.choice import is_recorded
 from trimtab.core.errors import ModelError, OptimizerError
 from trimtab.plans.plan import Plan
 from trimtab.settings import IN_STEP
-from trimtab.settings.step_in_backward import require_gradient_unused
 from trimtab.state.object_snapshots import reachable_instances
 from trimtab.techniques.compiled_call import is_compiled
 from trimtab.training.nonfinite import BEFORE_THE_STEP
@@ -335,7 +334,6 @@ class HookChecks:
         nonfinite: str | None = None,
         out_of_memory: str | None = None,
     ) -> None:
-        require_gradient_unused(plan, {"clip_norm": clip_norm, "nonfinite": nonfinite in BEFORE_THE_STEP})
         self._model, self.is_done = model, is_compiled(model) or bool(plan.compiled.value)
         self._of_forward: tuple[GradientHook, ...] = ()
         self._options = {"clip_norm": clip_norm, "nonfinite": nonfinite, "out_of_memory": out_of_memory}

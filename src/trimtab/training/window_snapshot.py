@@ -20,7 +20,6 @@ from torch.nn.modules.batchnorm import _NormBase
 from trimtab.core import validation
 from trimtab.core.errors import MemoryLimitError, ValueGivenError
 from trimtab.plans.plan import Plan
-from trimtab.settings.step_in_backward import require_gradient_unused
 from trimtab.state.forward_state import Replayed, is_traced, state_recorder
 from trimtab.state.generators import GeneratorSnapshot
 from trimtab.state.loop_state import ChangeKind, LoopState, StateChange
@@ -366,7 +365,6 @@ def recovers_from(policy: str | None, plan: Plan, model: nn.Module, *, may_retry
     Raises:
         ValueGivenError: "split" is impossible here, or the policy is unknown.
     """
-    require_gradient_unused(plan, {"out_of_memory='split'": policy == "split"})
     if plan.step_in_backward.value:
         return False  # Some parameters may have been updated when memory runs out.
     if policy is None:

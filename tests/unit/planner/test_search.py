@@ -39,8 +39,9 @@ def sizes(machine: Machine) -> list[int]:
     return [candidate.micro_batch for candidate in stage_of(machine, "sizes").candidates]
 
 
-# Modules in fp32 are tried only after a proof has refused a half precision: see test_modules_in_fp32.py.
-ON_A_PROCESSOR = [name for name in STAGES if name not in ("graphs", "fp32_modules")]
+# Memory is neither limited nor weighted. Modules in fp32 are tried only after a proof has refused a half precision: see
+# test_modules_in_fp32.py.
+ON_A_PROCESSOR = [name for name in STAGES if name not in ("graphs", "step_in_backward", "fp32_modules")]
 
 
 def test_stages_come_in_order_and_the_final_is_of_what_they_put_first():
