@@ -45,6 +45,25 @@ class Link:
                 raise ValueGivenError(f"link.{name}", got=repr(value), expected="true or false")
 
 
+@dataclass(frozen=True)
+class HostLink:
+    """Bandwidth between a device and pinned host memory, measured on this machine.
+
+    Args:
+        to_host_bytes_s, to_device_bytes_s: bytes per second in each direction.
+
+    Raises:
+        ValueGivenError: a figure is out of range.
+    """
+
+    to_host_bytes_s: float
+    to_device_bytes_s: float
+
+    def __post_init__(self) -> None:
+        for name in ("to_host_bytes_s", "to_device_bytes_s"):
+            validation.number(f"host_link.{name}", getattr(self, name), low=0, open_low=True)
+
+
 # Latency of a ring hop in NCCL's own cost model (2.30, src/graph/tuning.cc: hwLatencies, ring, Simple, the protocol
 # of large messages), and an assumed latency for the kernel's TCP, which has no published table.
 _NVLINK_S, _NETWORK_S, _TCP_S = 3.4e-6, 14e-6, 30e-6

@@ -286,7 +286,7 @@ class CostModel:
         return found + self._profile.loop.wide_gradient_bytes if found is not None and is_wide else found
 
     def _traced_bytes(self, candidate: Candidate) -> int | None:
-        if candidate.recompute is not None:
+        if candidate.changes_blocks:
             return self._chained_bytes(candidate)
         traced = self._trace_of(candidate)
         is_whole = self._count(candidate) == 1 and not self._profile.adapts_batch_size
@@ -298,7 +298,7 @@ class CostModel:
     def _chained_bytes(self, candidate: Candidate) -> int | None:
         """Return the peak of a step with recomputation; the optimizer step needs as much memory as without."""
         bare = recompute_candidates.peak_bytes(self._profile, candidate)
-        traced = self._trace_of(candidate.having(recompute=None, compiled=False))
+        traced = self._trace_of(candidate.without_block_changes().having(compiled=False))
         if bare is None or traced is None or traced.step is None or candidate.step_in_backward:
             return bare
         return max(bare, traced.step.peak_bytes(candidate.micro_batch))
@@ -315,8 +315,8 @@ class CostModel:
         return statistics.median(found) if found else self._unit.step_s
 
     def _relative(self, candidate: Candidate) -> float | None:
-        if candidate.recompute is not None:
-            return self._recomputing(candidate)
+        if candidate.changes_blocks:
+            return self._with_changed_blocks(candidate)
         for tried, relative in self._recorded.items():
             if tried.alike(candidate, *BUT_WAY):
                 saved = self._parts_of(candidate, "compiled") - self._parts_of(tried, "compiled")
@@ -333,10 +333,10 @@ class CostModel:
         names = (name for name in _SAVING if name not in but)
         return sum(self._saved.get((name, getattr(candidate, name)), 0.0) for name in names)
 
-    def _recomputing(self, candidate: Candidate) -> float | None:
+    def _with_changed_blocks(self, candidate: Candidate) -> float | None:
         found = self._profile.recomputable_of(candidate)
-        longer = recompute_candidates.recompute_time_fraction(self._profile, candidate)
-        plain = self._relative(candidate.having(recompute=None))
+        longer = recompute_candidates.added_time_fraction(self._profile, candidate)
+        plain = self._relative(candidate.without_block_changes())
         measured = None if found is None else self._relative(found.candidate)
         if plain is None or measured is None or longer is None:
             return None
@@ -458,12 +458,14 @@ class CostModel:
 
         The plain model's traced difference is added: an increase with a margin, a third of a decrease if compiled.
         """
-        if not candidate.compiled or candidate.recompute is not None:
+        if not candidate.compiled or candidate.changes_blocks:
             return None
         if candidate.step_in_backward:
             return self._compiled_early(candidate)
         bare = self.traced_bytes(candidate.having(compiled=False))
-        alike = [t for t in self._weighed() if t.candidate.alike(candidate, *BUT_WAY) and not t.candidate.recompute]
+        alike = [
+            t for t in self._weighed() if t.candidate.alike(candidate, *BUT_WAY) and not t.candidate.changes_blocks
+        ]
         if bare is None or not alike:
             return None
         near = min(reversed(alike), key=lambda trial: abs(self._count(trial.candidate) - self._count(candidate)))
@@ -488,14 +490,14 @@ class CostModel:
 
     def _traced(self, candidate: Candidate) -> int | None:
         bare = self.traced_bytes(candidate)
-        margin = self.margin if candidate.recompute is None else self.chain_margin
+        margin = self.chain_margin if candidate.changes_blocks else self.margin
         return None if bare is None else math.ceil(bare * (1 + margin))
 
     def _by_roofline(self, candidate: Candidate) -> float | None:
-        if candidate.recompute is not None:
+        if candidate.changes_blocks:
             found = self._profile.recomputable_of(candidate)
-            longer = recompute_candidates.recompute_time_fraction(self._profile, candidate)
-            plain = self._by_roofline(candidate.having(recompute=None))
+            longer = recompute_candidates.added_time_fraction(self._profile, candidate)
+            plain = self._by_roofline(candidate.without_block_changes())
             return None if found is None or plain is None or longer is None else plain + longer * found.step_s
         traced = self._trace_of(candidate)
         if traced is None or traced.work is None:
@@ -517,7 +519,7 @@ class CostModel:
         Without trials, at least the uncertainty of convolution workspaces and of a GPU's allocator.
         """
         if self._profile.trials:
-            plain = (trial for trial in self._weighed() if not trial.candidate.recompute)
+            plain = (trial for trial in self._weighed() if not trial.candidate.changes_blocks)
             found = ((trial.peak_bytes or 0, self.traced_bytes(trial.candidate)) for trial in plain)
             return max([MARGIN, *(counted / bare - 1 for counted, bare in found if bare)])
         untold = ALLOCATOR if self._profile.device.kind == "cuda" else MARGIN

@@ -12,7 +12,7 @@ from trimtab.core.objective import PRECISIONS, Budget
 from trimtab.planner import search
 from trimtab.planner.compile_policy import reason_not_to_compile, stage_of
 from trimtab.planner.cost_model import PredictedCost
-from trimtab.planner.recompute_candidates import in_words
+from trimtab.planner.recompute_candidates import in_words, offload_in_words
 from trimtab.planner.search_space import WORTH_A_RUN, WORTH_FUSING, PricedCandidate, fusing_share
 from trimtab.planner.selection import FinalOutcome
 from trimtab.planner.statistics import Interval, is_gain, resolution
@@ -30,6 +30,7 @@ from trimtab.settings.base import UNCHANGED
 from trimtab.settings.precision import precision_refusal
 
 _APART = "the optimizer step alone"
+_OF_BLOCKS = ("recompute", "offload")  # Predicted from the model's blocks.
 _BY_PARTS = "predicted to be best from trials of the single settings"
 
 # Settings whose effect a trace and a data sheet show.
@@ -63,7 +64,7 @@ class Explanations:
         found: dict[Scalar, Note] = {}
         for trial in self._others(name):
             found.setdefault(getattr(trial.candidate, name), self._why_not(trial, name))
-        if not self.profile.trials or name == "recompute":
+        if not self.profile.trials or name in _OF_BLOCKS:
             found |= {value: why for value, why in self._predicted_others(name) if value not in found}
         if name == "precision":
             refusals = ((p, precision_refusal(self.profile.device, p)) for p in PRECISIONS)
@@ -111,8 +112,8 @@ class Explanations:
     def _gained(self, name: str) -> Note:
         if name == "fused_optimizer":
             return self._fused()
-        if name == "recompute":
-            return self._recomputed()
+        if name in _OF_BLOCKS:
+            return self._recomputed() if name == "recompute" else self._offloaded()
         needed = self._refused(name, getattr(self.profile.reference_candidate, name))
         if needed is not None and needed.remedy is not None and needed.remedy.setting == name:
             return Note("proof.remedy", needed.remedy.reason or f"without this change {needed.reason}")
@@ -143,15 +144,24 @@ class Explanations:
 
     def _recomputed(self) -> Note:
         """Return the recomputed blocks and the alternative without recomputation."""
-        found, own = self.profile.recomputable_of(self.winner), self._cost_of_winner()
+        found = self.profile.recomputable_of(self.winner)
         blocks = "" if found is None else in_words(found, self.winner)
-        plain = [p for p in self.found if p.candidate.recompute is None and p.refusal is None and p.cost.step_s]
+        return self._without_setting("recompute", blocks)
+
+    def _offloaded(self) -> Note:
+        """Return the offloaded blocks and the alternative without offload."""
+        return self._without_setting("offload", offload_in_words(self.profile, self.winner))
+
+    def _without_setting(self, name: str, blocks: str) -> Note:
+        """Return the changed blocks, and the fastest settings without the change."""
+        own, title = self._cost_of_winner(), SETTINGS[name].title
+        plain = [p for p in self.found if getattr(p.candidate, name) is None and p.refusal is None and p.cost.step_s]
         if own is None or not own.step_s or not plain:
-            return Note("recompute.needed", f"{blocks}; without activation checkpointing, no settings fit the budget")
+            return Note(f"{name}.needed", f"{blocks}; without {title}, no settings fit the budget")
         best = min(plain, key=lambda point: point.cost.step_s or math.inf)
         longer = (best.cost.step_s or 0.0) / own.step_s
-        text = f"without activation checkpointing, {best.candidate.describe()} is predicted at {longer:.2f}x the time"
-        return Note("recompute.faster", f"{blocks}; {text}")
+        text = f"without {title}, {best.candidate.describe()} is predicted at {longer:.2f}x the time"
+        return Note(f"{name}.faster", f"{blocks}; {text}")
 
     def _not_recomputed(self) -> Note:
         found = self.profile.recomputable_of(self.winner.having(compiled=False))
@@ -323,7 +333,9 @@ class Explanations:
         if name == "recompute":
             return self._not_recomputed()
         refuse = search.compiling_refusal if name == "compiled" else SETTINGS[name].refusal
-        return refuse(self.profile) or Note("setting.not_tried", "not tried")
+        is_priced = any(getattr(point.candidate, name) is not None for point in self.found)
+        untried = _NOT_PREDICTED_BETTER if name == "offload" and is_priced else None
+        return refuse(self.profile) or untried or Note("setting.not_tried", "not tried")
 
 
 def _unchanged(why: Note) -> Note:

@@ -186,6 +186,7 @@ def profile_for_stage(profile: Profile, engine: str, stage: int) -> Profile:
         trials=tuple(trial for trial in of_any_rank(profile).trials if goes(trial.candidate)),
         traces=tuple(traced for traced in profile.traces if goes(traced.candidate)),
         recomputables=tuple(each for each in profile.recomputables if goes(each.candidate)),
+        host_link=profile.host_link if stage < 2 else None,  # The weights gathered in a forward would be offloaded.
     )
 
 

@@ -100,7 +100,7 @@ def _plan(
     return Plan(
         batch_size=profile.loop.batch_size,
         **choices,
-        recompute_blocks=() if blocks is None or winner.recompute is None else blocks.blocks,
+        recompute_blocks=() if blocks is None or not winner.changes_blocks else blocks.blocks,
         check=profile.check,
         proof=profile.proof_of(winner),
         reference=profile.reference,

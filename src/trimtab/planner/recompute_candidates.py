@@ -1,4 +1,4 @@
-"""Time and memory of a candidate's activation checkpointing schedules."""
+"""Time and memory of a candidate's activation checkpointing schedules, and of activation offload."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import functools
 import math
 
 from trimtab.core.block_costs import BlockChain, BlockChainModel
+from trimtab.core.hardware import HostLink
 from trimtab.core.objective import Budget
 from trimtab.core.recompute_schedule import (
     EVERY_BLOCK,
@@ -16,8 +17,11 @@ from trimtab.core.recompute_schedule import (
     schedule_of,
     to_notation,
 )
+from trimtab.core.units import format_bytes
+from trimtab.planner.offload_cost import OffloadCost, predict_offload
 from trimtab.planner.recompute_cost import keep_all, predict, sqrt_segments
 from trimtab.plans.profile import Candidate, Profile, RecomputableBlocks
+from trimtab.settings import SETTINGS
 
 
 def chain_of(profile: Profile, candidate: Candidate) -> BlockChain | None:
@@ -38,16 +42,26 @@ def _at(model: BlockChainModel, rows: int) -> BlockChain:
 def peak_bytes(profile: Profile, candidate: Candidate) -> int | None:
     """Return the peak memory of a candidate's forward and backward; None if unknown."""
     chain = chain_of(profile, candidate)
-    return None if chain is None else chain.held_bytes + predict(chain.stages, _whole(chain, candidate)).peak_bytes
+    if chain is None:
+        return None
+    if candidate.offload is None:
+        return chain.held_bytes + predict(chain.stages, _whole(chain, candidate)).peak_bytes
+    cost = _offloaded(profile, chain, candidate.offload)
+    return None if cost is None else chain.held_bytes + cost.peak_bytes
 
 
-def recompute_time_fraction(profile: Profile, candidate: Candidate) -> float | None:
-    """Return the recomputed time of a candidate, as a fraction of the measured step without recomputation."""
+def added_time_fraction(profile: Profile, candidate: Candidate) -> float | None:
+    """Return the time of recomputation or of unhidden copies, as a fraction of the measured step without either."""
     found, chain = profile.recomputable_of(candidate), chain_of(profile, candidate)
     if found is None or chain is None:
         return None
-    recompute_s = predict(chain.stages, _whole(chain, candidate)).recompute_s
-    return recompute_s * profile.loop.batch_size / int(candidate.micro_batch) / found.step_s
+    if candidate.offload is None:
+        added_s = predict(chain.stages, _whole(chain, candidate)).recompute_s
+    elif cost := _offloaded(profile, chain, candidate.offload):
+        added_s = cost.waiting_s
+    else:
+        return None
+    return added_s * profile.loop.batch_size / int(candidate.micro_batch) / found.step_s
 
 
 def schedules(profile: Profile, candidate: Candidate, budget: Budget, margin: float) -> tuple[str, ...]:
@@ -82,6 +96,52 @@ def _schedules(chain: BlockChain, limit_bytes: int | None, known: tuple[str, ...
     found += [*known] if best is None else [to_notation(best[:-1]), *known]
     by_schedule = {schedule_of(each, number): each for each in reversed(found)}
     return tuple(text for schedule, text in by_schedule.items() if schedule != keep_all(number))
+
+
+def offloads(profile: Profile, candidate: Candidate, budget: Budget, margin: float) -> tuple[int, ...]:
+    """Return the numbers of first blocks to offload to consider, for a candidate that keeps all activations.
+
+    Under a memory limit: the fewest blocks that fit by prediction, half of the remaining blocks, and all but the last;
+    () if no offload is needed. Without a limit: half of the blocks, and all but the last.
+    """
+    chain, link = chain_of(profile, candidate), profile.host_link
+    if chain is None or link is None or SETTINGS["offload"].refusal(profile) is not None:
+        return ()
+    limit = None if budget.memory_bytes is None else math.floor(budget.memory_bytes / (1 + margin))
+    return _offloads(chain, link, limit, is_weighed=profile.objective.memory > 0)
+
+
+@functools.lru_cache(maxsize=1024)
+def _offloads(chain: BlockChain, link: HostLink, limit_bytes: int | None, *, is_weighed: bool) -> tuple[int, ...]:
+    most = len(chain.stages) - 2  # The part after the blocks is a stage, and the last block is kept.
+    if most < 1:
+        return ()
+    if limit_bytes is None:
+        return tuple(dict.fromkeys((max(1, most // 2), most)))
+    fits = (
+        number
+        for number in range(most + 1)
+        if chain.held_bytes + predict_offload(chain.stages, number, link).peak_bytes <= limit_bytes
+    )
+    fewest = next(fits, most)
+    if fewest == 0 and not is_weighed:
+        return ()
+    return tuple(dict.fromkeys((max(1, fewest), (max(1, fewest) + most) // 2, most)))
+
+
+def _offloaded(profile: Profile, chain: BlockChain, number: int) -> OffloadCost | None:
+    is_possible = profile.host_link is not None and number < len(chain.stages) - 1
+    return predict_offload(chain.stages, number, profile.host_link) if is_possible and profile.host_link else None
+
+
+def offload_in_words(profile: Profile, candidate: Candidate) -> str:
+    """Return the offloaded blocks of a candidate in words."""
+    chain = chain_of(profile, candidate)
+    cost = None if chain is None else _offloaded(profile, chain, candidate.offload)
+    if chain is None or cost is None:
+        return f"the activations of {candidate.offload} blocks are kept in host memory"
+    number, size = len(chain.stages) - 1, format_bytes(cost.moved_bytes)
+    return f"the activations of {candidate.offload} of {number} blocks, {size}, are kept in host memory until backward"
 
 
 def _whole(chain: BlockChain, candidate: Candidate) -> Schedule:

@@ -220,7 +220,7 @@ def next_recomputables(
     if not is_asked or (stage is not None and not is_final(stage.name)):
         return ()
     known = priced_candidates(profile, budget)
-    found = [p for p in known if not (p.has_failed or p.candidate.compiled or p.candidate.recompute)]
+    found = [p for p in known if not (p.has_failed or p.candidate.compiled or p.candidate.changes_blocks)]
     fitting = [point for point in found if point.refusal is None]
     if not found or (profile.over_time_budget and fitting):
         return ()
@@ -340,7 +340,6 @@ def _own_phase(name: str, profile: Profile, budget: Budget) -> tuple[Candidate, 
             usable = (mode for mode in (base, *modes) if profile.refutation_of(mode) is None)
             return tuple(dict.fromkeys((next(usable, fastest), *tried)))
     return (fastest,)
-    return (first,)
 
 
 def _small_chunk(profile: Profile, first: Candidate, beside: Sequence[Candidate]) -> tuple[Candidate, ...]:

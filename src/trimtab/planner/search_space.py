@@ -65,7 +65,7 @@ class PricedCandidate:
 def priced_candidates(profile: Profile, budget: Budget) -> tuple[PricedCandidate, ...]:
     """Return all candidates with known time."""
     model, reference = CostModel(profile), profile.reference_candidate
-    tried = (trial.candidate for trial in profile.trials if trial.candidate.recompute is not None)
+    tried = (trial.candidate for trial in profile.trials if trial.candidate.changes_blocks)
     own = (reference,) if _is_told(profile, reference) else ()
     candidates = dict.fromkeys((*own, *tried, *_combined(profile, model, budget)))
     costs = {candidate: model.predict(candidate) for candidate in candidates}
@@ -104,6 +104,9 @@ def _combined(profile: Profile, model: CostModel, budget: Budget) -> Iterator[Ca
                     yield part
                     for schedule in recompute_candidates.schedules(profile, part, budget, model.chain_margin):
                         yield part.having(recompute=schedule)
+                    if not compiled:
+                        for number in recompute_candidates.offloads(profile, part, budget, model.chain_margin):
+                            yield part.having(offload=number)
 
 
 def is_in_conflict(candidate: Candidate, batch_size: int, **shared: Scalar) -> bool:
@@ -180,8 +183,8 @@ def put_first(profile: Profile, objective: Objective, budget: Budget) -> tuple[C
     told = [p for p in fitting if are_told or p.candidate.micro_batch >= best.candidate.micro_batch]
     lightest = _lightest(told, best)
     chosen += [lightest] if lightest is not None else []
-    if chosen and chosen[0].candidate.recompute is not None:  # Recomputation may fail its proof.
-        plain = [point for point in fitting if point.candidate.recompute is None]
+    if chosen and chosen[0].candidate.changes_blocks:  # Recomputation or offload may fail its proof.
+        plain = [point for point in fitting if not point.candidate.changes_blocks]
         chosen += [min(plain, key=lambda point: scores[point.candidate])] if plain else []
     if chosen and chosen[0].candidate.compiled and chosen[0].candidate.loss_chunk:  # Compilers may chunk by themselves.
         chosen += [point for point in fitting if point.candidate == chosen[0].candidate.having(loss_chunk=None)]

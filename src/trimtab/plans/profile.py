@@ -15,7 +15,7 @@ from trimtab.core.block_costs import BlockChainModel
 from trimtab.core.choice import Note, Proof, RefusedByProof, Scalar, SplitCheck, is_recorded
 from trimtab.core.energy_reading import NO_METER, MeterFacts
 from trimtab.core.errors import FormatError
-from trimtab.core.hardware import DeviceSpec
+from trimtab.core.hardware import DeviceSpec, HostLink
 from trimtab.core.memory_model import Operation, PeakMemoryModel, StepWork
 from trimtab.core.objective import ASSUMED_REFERENCE, Budget, Objective, Reference
 from trimtab.settings import FROM_TRACES, SAME_PEAK, SEARCHED
@@ -61,6 +61,15 @@ class Candidate(_Values):  # type: ignore[misc]
     def having(self, **values: Scalar) -> Candidate:
         """Return the candidate with other values for some settings."""
         return replace(self, **values)
+
+    @property
+    def changes_blocks(self) -> bool:
+        """True if blocks recompute activations, or keep them in host memory."""
+        return self.recompute is not None or self.offload is not None
+
+    def without_block_changes(self) -> Candidate:
+        """Return the candidate with all activations kept on the device."""
+        return self.having(recompute=None, offload=None)
 
     def differences(self, other: Candidate) -> tuple[str, ...]:
         """Return the names of the settings that differ between two candidates."""
@@ -377,6 +386,7 @@ class Profile:
         proofs: proofs of candidates about to be chosen.
         refused_by_proof: settings that a proof refused for this loop.
         loader: settings of the DataLoader compared in training steps; None if no comparison was made.
+        host_link: bandwidth between the device and pinned host memory; None if not measured.
     """
 
     device: DeviceSpec
@@ -401,6 +411,7 @@ class Profile:
     proofs: tuple[ProvedCandidate, ...] = ()
     refused_by_proof: tuple[RefusedByProof, ...] = ()
     loader: LoaderTrials | None = None
+    host_link: HostLink | None = None
     schema: int = PROFILE_SCHEMA
 
     def __post_init__(self) -> None:
@@ -463,8 +474,14 @@ class Profile:
         return next(read, None)
 
     def recomputable_of(self, candidate: Candidate) -> RecomputableBlocks | None:
-        """Return the recomputation costs of a candidate's blocks, measured in eager mode; None if they do not apply."""
-        ignored = (*SAME_BYTES, *FROM_TRACES, "recompute", *([] if is_recorded(candidate.compiled) else ["compiled"]))
+        """Return the costs of a candidate's blocks, measured in eager mode; None if they do not apply."""
+        ignored = (
+            *SAME_BYTES,
+            *FROM_TRACES,
+            "recompute",
+            "offload",
+            *([] if is_recorded(candidate.compiled) else ["compiled"]),
+        )
         alike = (each for each in self.recomputables if each.candidate.alike(candidate, *ignored))
         return next((each for each in alike if not (each.has_buffers and candidate.compiled)), None)
 
@@ -472,7 +489,7 @@ class Profile:
         """Return the profile for a target device: loop facts without measurements or traces of this device."""
         loop = replace(self.loop, can_retain=False, faults_per_step=None, fault_s=None, layout_hazard="")
         there = replace(self, device=device, loop=loop, trials=(), phases_s={}, traces=(), recomputables=())
-        there = replace(there, loader=None)
+        there = replace(there, loader=None, host_link=None)
         return replace(there, over_time_budget=False, meter=NO_METER)
 
     @property

@@ -63,6 +63,7 @@ from trimtab.state import process_state
 from trimtab.state.loop_state import LoopState, unchanged_by
 from trimtab.state.peak_memory import forget_peak, is_profiled
 from trimtab.techniques.compiled_call import is_compiled
+from trimtab.techniques.host_transfers import CudaTransfers, measure_host_link
 from trimtab.techniques.memory_format import channels_last_hazard
 from trimtab.techniques.mixed_precision import autocast
 from trimtab.training.accumulation import drop_gradients
@@ -412,7 +413,14 @@ class _Search:
             self.progress(f"measuring blocks: {candidate.describe()}")
             return measure_recomputable(self.subject, candidate, splits=profile.check.splittable, notes=self.notes)
 
-        return replace(profile, recomputables=(*profile.recomputables, *map(measured, blocks.candidates)))
+        profile = replace(profile, recomputables=(*profile.recomputables, *map(measured, blocks.candidates)))
+        device = self.subject.device
+        if device.type != "cuda" or profile.host_link is not None or not needed:
+            return profile
+        seconds_of = functools.partial(timing.least_seconds, device=device)
+        what = "activations were not offloaded, because the bandwidth between host and device was not measured"
+        measure = functools.partial(measure_host_link, CudaTransfers(device), seconds_of)
+        return replace(profile, host_link=self.notes.attempt("offload.not_measured", what, measure, None))
 
     def with_loader(self, profile: Profile, data: Any, drawing_s: float) -> Profile:
         """Return the profile with settings of the DataLoader compared, if waiting takes a notable part of a step.

@@ -99,7 +99,7 @@ class CrashTest:
         """Return a refusal with the signal that ended a candidate's test process; None if none did."""
         if self._is_on and not self._has_begun:
             self._has_begun, self._is_on = True, self._end_of(self._incumbent) == DONE
-        kernels = candidate.having(micro_batch=1, allocator="keep", fused_optimizer=False, recompute=None)
+        kernels = candidate.having(micro_batch=1, allocator="keep", fused_optimizer=False, recompute=None, offload=None)
         if self._is_on and kernels not in self._ends:
             self._ends[kernels] = self._end_of(candidate)
             self._is_on = self._ends[kernels] != LATE

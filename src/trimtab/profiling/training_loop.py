@@ -138,6 +138,8 @@ class TrainingLoop:
         """Return a run with the candidate's settings."""
         values = {name: getattr(candidate, name) for name in SEARCHED if name != "micro_batch"}
         plan = Plan.fixed(self.rows, candidate.micro_batch, **values | {"recompute": None})
+        if candidate.offload is not None:
+            plan = plan.having(recompute_blocks=self.blocks.names)
         if candidate.recompute is not None:
             plan = plan.recomputing(candidate.recompute, self.blocks.names, "on trial")
         if self.clip_norm is not None:

@@ -65,7 +65,7 @@ SAME_PEAK = ("allocator", "fused_optimizer")
 # Settings whose peak memory is predicted from traces and blocks of candidates without them.
 FROM_TRACES = ("step_in_backward",)
 # Searched settings with their own rules in the search; every other searched setting has a phase named after it.
-SPECIAL = ("micro_batch", *MODES, *SAME_PEAK, "loss_chunk", "recompute", "compiled")
+SPECIAL = ("micro_batch", *MODES, *SAME_PEAK, "loss_chunk", "recompute", "offload", "compiled")
 OWN_PHASE = tuple(name for name in SEARCHED if name not in SPECIAL)
 # Settings that act between the backward pass and the optimizer step.
 IN_STEP: Mapping[str, Setting] = {name: each for name, each in SETTINGS.items() if each.acts_in_step}

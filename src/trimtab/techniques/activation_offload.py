@@ -10,7 +10,7 @@ kernels of the backward compute bitwise the same.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -42,13 +42,13 @@ def require_cuda(device: torch.device) -> None:
         )
 
 
-def require_offload(model: nn.Module, num_blocks: int) -> None:
+def require_offload(model: nn.Module, num_blocks: int, names: Sequence[str] = ()) -> None:
     """Raise `ModelError` if the saved tensors of the model's first blocks cannot be moved."""
     if isinstance(model, torch.jit.ScriptModule) or is_compiled(model):
         raise _refused("The plan offloads activations, but the model is compiled.", "offload.compiled")
     if any(hasattr(each, "placements") for each in model.parameters()):
         raise _refused("The plan offloads activations, but the loop shards the model's weights.", "offload.sharded")
-    blocks = _blocks_of(model)
+    blocks = _blocks_of(model, names)
     if num_blocks >= len(blocks):
         raise ModelError(
             "plan.offload",
@@ -65,26 +65,31 @@ def _refused(problem: str, code: str) -> ModelError:
     return ModelError("plan.offload", problem=problem, hint="Use a plan with offload=None.", code=code)
 
 
-def _blocks_of(model: nn.Module) -> list[nn.Module]:
-    return list(dict.fromkeys(map(model.get_submodule, find_blocks(model))))
+def _blocks_of(model: nn.Module, names: Sequence[str]) -> list[nn.Module]:
+    return list(dict.fromkeys(map(model.get_submodule, names or find_blocks(model))))
 
 
 def use_offload(
-    model: nn.Module, num_blocks: int, transfers: CudaTransfers | None = None, least_bytes: int = LEAST_BYTES
+    model: nn.Module,
+    num_blocks: int,
+    transfers: CudaTransfers | None = None,
+    least_bytes: int = LEAST_BYTES,
+    names: Sequence[str] = (),
 ) -> Callable[[], None]:
     """Keep the saved tensors of a model's first blocks in pinned host memory; return a function that undoes this.
 
     Args:
         transfers: copies between device and host; None: of the model's CUDA device.
         least_bytes: size of the smallest storage that is moved.
+        names: names of all blocks, in forward order; (): the blocks found in the module tree.
 
     Raises:
         ModelError: the model has too few blocks, or its blocks cannot be changed; nothing has changed.
     """
-    require_offload(model, num_blocks)
+    require_offload(model, num_blocks, names)
     transfers = CudaTransfers(next(model.parameters()).device) if transfers is None else transfers
     offload = _Offload(model, transfers, least_bytes)
-    blocks = _blocks_of(model)[: num_blocks + 1]
+    blocks = _blocks_of(model, names)[: num_blocks + 1]
     # The block after the offloaded blocks releases the device memory of the last of them, and fetches it again.
     calls = [_Block(offload, is_first=i == 0, is_offloaded=i < num_blocks) for i in range(len(blocks))]
     return replace_forwards(blocks, calls)

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from trimtab.core.hardware import HostLink
 
 
 class CudaTransfers:
@@ -56,6 +60,30 @@ class CudaTransfers:
     def new_buffer(self, num_bytes: int) -> Tensor:
         """Allocate pinned host memory."""
         return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+
+
+def measure_host_link(
+    transfers: CudaTransfers, seconds_of: Callable[[Callable[[], object]], float], num_bytes: int = 2**26
+) -> HostLink:
+    """Return the bandwidth between the device and pinned host memory, in each direction alone.
+
+    Args:
+        seconds_of: returns the seconds of a call, including its copies.
+        num_bytes: size of a copy.
+    """
+    source = torch.empty(num_bytes, dtype=torch.uint8, device=transfers.device)
+    host = transfers.new_buffer(num_bytes)
+
+    def fetch() -> None:
+        memory, event = transfers.to_device(host, num_bytes)
+        transfers.wait(event)
+        del memory
+
+    both = partial(transfers.to_host, source, host), fetch
+    for copy in both:
+        copy()  # The first copy allocates.
+    to_host_s, to_device_s = map(seconds_of, both)
+    return HostLink(num_bytes / to_host_s, num_bytes / to_device_s)
 
 
 class BufferPool:
