@@ -30,8 +30,9 @@ class OffloadCost:
 def predict_offload(stages: Sequence[BlockCost], number: int, link: HostLink) -> OffloadCost:
     """Return the cost of offloading the first `number` blocks of a chain.
 
-    The last stage of the chain is the part of the model after the blocks. The device memory of a block is released at the end of the next block's forward, and fetched while the next block's
-    backward computes (`techniques.activation_offload`). The computation of the next block hides the copy.
+    The last stage of the chain is the part of the model after the blocks. The device memory of a block is released at
+    the end of the next block's forward, and fetched while the next block's backward computes
+    (`techniques.activation_offload`). The computation of the next block hides the copy.
     """
     moved = [_moved_bytes(stages, index) for index in range(number)]
     held = cached = peak = gradients = 0

@@ -101,8 +101,8 @@ def _schedules(chain: BlockChain, limit_bytes: int | None, known: tuple[str, ...
 def offloads(profile: Profile, candidate: Candidate, budget: Budget, margin: float) -> tuple[int, ...]:
     """Return the numbers of first blocks to offload to consider, for a candidate that keeps all activations.
 
-    Under a memory limit: the fewest blocks that fit by prediction, half of the remaining blocks, and all but the last;
-    () if no offload is needed. Without a limit: half of the blocks, and all but the last.
+    Under a memory limit: the fewest blocks that fit by prediction, and one block more; () if no offload is needed. With
+    a weight of memory: also half of the blocks, and all but the last.
     """
     chain, link = chain_of(profile, candidate), profile.host_link
     if chain is None or link is None or SETTINGS["offload"].refusal(profile) is not None:
@@ -116,17 +116,17 @@ def _offloads(chain: BlockChain, link: HostLink, limit_bytes: int | None, *, is_
     most = len(chain.stages) - 2  # The part after the blocks is a stage, and the last block is kept.
     if most < 1:
         return ()
+    weighed = (max(1, most // 2), most) if is_weighed else ()
     if limit_bytes is None:
-        return tuple(dict.fromkeys((max(1, most // 2), most)))
+        return tuple(dict.fromkeys(weighed))
     fits = (
         number
         for number in range(most + 1)
         if chain.held_bytes + predict_offload(chain.stages, number, link).peak_bytes <= limit_bytes
     )
     fewest = next(fits, most)
-    if fewest == 0 and not is_weighed:
-        return ()
-    return tuple(dict.fromkeys((max(1, fewest), (max(1, fewest) + most) // 2, most)))
+    needed = (fewest, min(fewest + 1, most)) if fewest else ()
+    return tuple(dict.fromkeys((*needed, *weighed)))
 
 
 def _offloaded(profile: Profile, chain: BlockChain, number: int) -> OffloadCost | None:

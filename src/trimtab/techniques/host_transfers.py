@@ -82,7 +82,7 @@ def measure_host_link(
     both = partial(transfers.to_host, source, host), fetch
     for copy in both:
         copy()  # The first copy allocates.
-    to_host_s, to_device_s = map(seconds_of, both)
+    to_host_s, to_device_s = (seconds_of(copy) for copy in both)
     return HostLink(num_bytes / to_host_s, num_bytes / to_device_s)
 
 

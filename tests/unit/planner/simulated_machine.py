@@ -9,10 +9,11 @@ from dataclasses import dataclass, field, replace
 
 from trimtab.core.block_costs import BlockChain, BlockChainModel, BlockCost, ExpensivePart
 from trimtab.core.choice import COMPILED_BLOCKS, SplitCheck, is_by_compiler
-from trimtab.core.hardware import DeviceSpec
+from trimtab.core.hardware import DeviceSpec, HostLink
 from trimtab.core.memory_model import PeakMemoryModel
 from trimtab.core.objective import Budget, Objective, Reference
 from trimtab.core.recompute_schedule import KeptBlock, Schedule, schedule_of
+from trimtab.planner.offload_cost import predict_offload
 from trimtab.planner.plan_choice import choose
 from trimtab.planner.recompute_cost import predict
 from trimtab.planner.recompute_solver import by_shares
@@ -66,6 +67,9 @@ class Machine:
         forward_s: of its four blocks together, whose activations are four fifths of what a row takes; None: it has no
         blocks. watts: drawn while a candidate runs; None: there is no meter.
         chain_told: what is told of a step that recomputes, of what it really takes.
+        link: bandwidth between device and host; None: it is not measured.
+        gradient_bytes: part of the peak that a step within the backward pass frees. early_speed: how many times faster
+            such a step is.
     """
 
     speed: dict[str, float] = field(default_factory=dict)
@@ -91,6 +95,9 @@ class Machine:
     traced: float = 1.0
     forward_s: float | None = None
     chain_told: float = 1.0
+    link: HostLink | None = None
+    gradient_bytes: int = 0
+    early_speed: float = 1.0
     watts: Callable[[Candidate], float] | None = None
     stages: list[Trials] = field(default_factory=list)
     measured_blocks: list[Candidate] = field(default_factory=list)
@@ -113,7 +120,12 @@ class Machine:
         seconds += optimizer_s + head_s - 0.3
         if candidate.compiled:
             seconds /= self.blocks_speed if candidate.compiled == COMPILED_BLOCKS else self.compiled_speed
+        if candidate.step_in_backward:
+            seconds /= self.early_speed
         seconds += self._recomputed_s(candidate)
+        if candidate.offload is not None:
+            cost = predict_offload(self._chain(candidate, self.rows).stages, candidate.offload, self.link)
+            seconds += cost.waiting_s
         return (seconds + self.split_s * (math.ceil(self.rows / candidate.micro_batch) - 1)) * self.unit
 
     def _price_s(self, candidate: Candidate) -> float | None:
@@ -132,7 +144,11 @@ class Machine:
         if candidate.recompute is not None:
             chain = self._chain(candidate, candidate.micro_batch)
             return chain.held_bytes + predict(chain.stages, _whole(candidate)).peak_bytes
-        return int(factor * (self.fixed_bytes + self.row_bytes * candidate.micro_batch))
+        if candidate.offload is not None:
+            chain = self._chain(candidate, candidate.micro_batch)
+            return chain.held_bytes + predict_offload(chain.stages, candidate.offload, self.link).peak_bytes
+        freed = self.gradient_bytes if candidate.step_in_backward else 0
+        return int(factor * (self.fixed_bytes + self.row_bytes * candidate.micro_batch)) - freed
 
     def _recomputed_s(self, candidate: Candidate) -> float:
         if candidate.recompute is None:
@@ -140,7 +156,9 @@ class Machine:
         return predict(self._chain(candidate, self.rows).stages, _whole(candidate)).recompute_s
 
     def _chain(self, candidate: Candidate, rows: int) -> BlockChain:
-        fixed, whole = (self.peak_bytes(replace(candidate, micro_batch=each, recompute=None)) for each in (0, rows))
+        fixed, whole = (
+            self.peak_bytes(replace(candidate, micro_batch=each, recompute=None, offload=None)) for each in (0, rows)
+        )
         unit = (whole - fixed) // 10
         seconds = (self.forward_s or 0.0) / 4 * rows / self.rows
         part = ExpensivePart(unit, unit // 4, seconds / 10)
@@ -199,7 +217,9 @@ class Machine:
         """Return what a trace finds, as `calibrate.tracing` does."""
         one, none = (self.peak_bytes(replace(candidate, micro_batch=rows)) for rows in (1, 0))
         model = PeakMemoryModel(((self.traced * none, self.traced * (one - none)),))
-        return TracedCandidate(candidate, model, model, step=PeakMemoryModel(((self.traced * none, 0.0),)))
+        step = PeakMemoryModel(((self.traced * none, 0.0),))
+        early = PeakMemoryModel(((self.traced * (none - self.gradient_bytes), self.traced * (one - none)),))
+        return TracedCandidate(candidate, model, model, step=step, early=early, early_fused=early)
 
 
 def _scaled(chain: BlockChain, factor: float) -> BlockChain:
@@ -258,7 +278,7 @@ def searched(machine: Machine, profile: Profile, *, always: bool = False) -> Pro
             profile = replace(profile, traces=profile.traces + found)
         elif isinstance(wanted, BlockMeasurements):
             blocks = tuple(map(machine.blocks, wanted.candidates))
-            profile = replace(profile, recomputables=profile.recomputables + blocks)
+            profile = replace(profile, recomputables=profile.recomputables + blocks, host_link=machine.link)
         else:
             assert len(machine.stages) < 10, "the search does not end"
             profile = profile.with_trials(machine.run(wanted))

@@ -106,7 +106,7 @@ def predicted(profile, candidate):
     ],
 )
 def test_the_peak_of_early_updates_is_the_counted_one(optimizer, tied, tokens):
-    """Few tokens: the peak is in the update of the largest parameter. Many: in the backward pass, beside activations."""
+    """With few tokens, the peak is in the update of the largest parameter; with many, beside the activations."""
     subject = loop_of(tokens, OPTIMIZERS[optimizer], tied=tied)
     profile = profile_of(subject, Candidate(4))
     for fused in (False, True) if optimizer != "adafactor" else (False,):
