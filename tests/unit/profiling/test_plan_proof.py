@@ -29,6 +29,7 @@ from trimtab.settings import SEARCHED
 from trimtab.state.loop_state import LoopState
 from trimtab.state.peak_memory import peak_growth
 from trimtab.techniques import optimizers
+from trimtab.techniques.optimizer_in_backward import StepInBackward
 from trimtab.training import accumulation, run
 
 pytestmark = pytest.mark.slow
@@ -116,6 +117,7 @@ VALUES = {
 }
 EVERYTHING = replace(REFERENCE, **VALUES)
 EACH = VALUES | {"compiled": True}
+EARLY = replace(REFERENCE, step_in_backward=True)  # A fault planted by a hook would keep the step out of the backward.
 
 
 def candidate_of(setting):
@@ -403,6 +405,32 @@ def test_a_fused_step_that_leaves_a_parameter_out_is_caught(monkeypatch):
 
     monkeypatch.setattr(optimizers, "use_fused", broken)
     assert not prove(text(), candidate_of("fused_optimizer"), REFERENCE).holds
+
+
+@pytest.mark.parametrize("part", ["gradient", "update"])
+def test_an_early_step_of_a_wrong_gradient_or_without_an_update_is_caught(monkeypatch, part):
+    def update(hooks, parameter):
+        if part == "gradient" and parameter.dim() == 2:
+            parameter.grad *= 0.5
+        if part == "update" and parameter.dim() == 2:
+            parameter.grad = None
+        else:
+            whole(hooks, parameter)
+
+    whole = StepInBackward.update
+    monkeypatch.setattr(StepInBackward, "update", update)
+    proof = prove(text(), EARLY, REFERENCE)
+    assert (proof.holds, proof.code) == (False, "proof.differs")
+
+
+def test_both_steps_of_a_proof_are_within_the_backward_pass(monkeypatch):
+    seen = []
+    whole = StepInBackward.update
+    monkeypatch.setattr(StepInBackward, "update", lambda hooks, p: (seen.append(p), whole(hooks, p)))
+    subject = text()
+    assert prove(subject, EARLY, REFERENCE).holds
+    trained = [p for p in subject.model.parameters() if p.requires_grad]
+    assert all(sum(each is p for each in seen) >= 2 for p in trained)
 
 
 def test_a_precision_that_changes_what_one_layer_computes_is_caught(monkeypatch):

@@ -14,7 +14,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import trimtab
+from trimtab.core.choice import Choice, Note
 from trimtab.core.errors import ModelError, OptimizerError, ValueGivenError
+from trimtab.integrations.trainer_rules import accumulation_arguments, checked_plan
 from trimtab.plans.plan import Plan
 from trimtab.state.peak_memory import alive_between_steps, peak_bytes
 from trimtab.techniques.optimizer_in_backward import StepInBackward
@@ -212,6 +214,75 @@ def test_a_run_that_needs_the_gradient_of_the_whole_step_is_refused(arguments, v
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with raises(ValueGivenError, code="step_in_backward.gradient_needed", field="plan.step_in_backward"):
         trimtab.start(model, optimizer, Plan.fixed(4, step_in_backward=True, **values), **arguments)
+
+
+def planned():
+    """Return a plan whose step within the backward pass was chosen by planning."""
+    chosen = Choice(True, "12% less peak memory", changed=True, code="trial.less_memory")
+    notes = (Note("step_in_backward.saves", "the peak memory is predicted to rise by 12 MiB"),)
+    return Plan(4, Choice(4, "fits"), step_in_backward=chosen, notes=notes)
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [
+        ("clip_norm", {"clip_norm": 1.0}),
+        ("nonfinite", {"nonfinite": "skip"}),
+        ("out_of_memory='split'", {"out_of_memory": "split"}),
+        ("grad_norm", {"stop": trimtab.Stop(grad_norm=1e-9)}),
+    ],
+)
+def test_a_planned_value_is_switched_off_for_a_run_that_needs_the_gradient(name, arguments):
+    torch.manual_seed(0)
+    model = Tied()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.warns(UserWarning, match="12 MiB") as caught:
+        run = trimtab.start(model, optimizer, planned(), **arguments)
+    assert len(caught) == 1
+    assert name in str(caught[0].message)
+    with run:
+        run.train_step(run.window(torch.randint(20, (4, 6))), loss_fn)
+        assert run.applied_steps == 1
+        assert model.hidden.weight.grad is not None
+    assert (run.plan.step_in_backward.value, run.plan.step_in_backward.code) == (False, "step_in_backward.switched_off")
+    assert not [note for note in run.plan.notes if note.code == "step_in_backward.saves"]
+
+
+def test_a_planned_value_stays_if_nothing_needs_the_gradient():
+    model = Tied()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with trimtab.start(model, optimizer, planned(), nonfinite="warn", out_of_memory="stop") as run:
+        run.train_step(run.window(torch.randint(20, (4, 6))), loss_fn)
+        assert run.plan.step_in_backward.value is True
+        assert model.hidden.weight.grad is None
+
+
+def test_a_planned_value_in_a_loop_with_its_own_step_warns_once():
+    model = Tied()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    run = trimtab.start(model, optimizer, planned())
+    for _ in range(3):
+        for micro in run.window(torch.randint(20, (4, 6))):
+            run.backward(loss_fn(run.model, micro))
+        assert model.hidden.weight.grad is not None
+        run.step()
+    with pytest.warns(UserWarning, match="no effect") as caught:
+        run.close()
+    assert len(caught) == 1
+
+
+def test_a_trainer_switches_a_planned_value_off_and_refuses_one_set_by_hand():
+    with pytest.warns(UserWarning, match="12 MiB"):
+        plan = checked_plan(planned(), "the Trainer")
+    assert plan.step_in_backward.value is False
+    with raises(ValueGivenError, code="plan.decided_by_trainer", field="plan.step_in_backward"):
+        checked_plan(Plan.fixed(4, step_in_backward=True), "the Trainer")
+
+
+@pytest.mark.parametrize("given", [{}, {"reference": trimtab.Reference("bf16", accumulate=2)}])
+def test_trainers_plan_for_a_loop_that_keeps_gradients(given):
+    found = accumulation_arguments({"reference": trimtab.Reference()} | given, 1, 2)
+    assert found["reference"].keeps_gradients is True
 
 
 def test_several_micro_batches_are_refused():
