@@ -9,8 +9,10 @@ from torch import nn
 from torch.nn import functional as F
 
 import trimtab
+from trimtab.measure.timing import least_seconds
 from trimtab.plans.plan import Plan
 from trimtab.techniques.activation_offload import use_offload
+from trimtab.techniques.host_transfers import CudaTransfers, measure_host_link
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 DEPTH = 8
@@ -108,3 +110,27 @@ def test_a_graph_without_a_backward_does_no_harm():
         del junk
     loss_fn(model, batch).backward()
     assert all(torch.equal(p.grad, each) for p, each in zip(model.parameters(), expected, strict=True))
+
+
+def test_the_measured_bandwidth_is_that_of_large_copies():
+    device = torch.device("cuda", torch.cuda.current_device())
+    found = measure_host_link(CudaTransfers(device), lambda copy: least_seconds(copy, device))
+    source, host = (
+        torch.empty(2**28, dtype=torch.uint8, device=device),
+        torch.empty(2**28, dtype=torch.uint8).pin_memory(),
+    )
+    seconds = least_seconds(lambda: host.copy_(source, non_blocking=True), device)
+    assert found.to_host_bytes_s == pytest.approx(2**28 / seconds, rel=0.3)
+    assert 0.2 < found.to_device_bytes_s / found.to_host_bytes_s < 5
+
+
+def test_planning_under_a_limit_measures_the_bandwidth_and_offload_lowers_the_peak():
+    model, optimizer = make()
+    batch = torch.randn(16, 256, 256, device="cuda")
+    own = trimtab.profile(model.train(), optimizer, loss_fn, batch, num_blocks=3)
+    budget = trimtab.Budget(memory=int(0.75 * own.own_peak_bytes))
+    profile = trimtab.profile(model, optimizer, loss_fn, batch, num_blocks=3, budget=budget)
+    assert profile.host_link is not None
+    tried = [trial for trial in profile.trials if trial.candidate.offload is not None and trial.peak_bytes]
+    for trial in tried:
+        assert trial.peak_bytes < own.own_peak_bytes
