@@ -302,6 +302,7 @@ def test_differences_name_the_fields_that_differ(names):
         recompute="(0) 1",
         fp32_modules="head",
         step_in_backward=True,
+        offload=2,
     )
     mixed = dataclasses.replace(BASE, **{name: getattr(other, name) for name in names})
     assert set(BASE.differences(mixed)) == set(mixed.differences(BASE)) == names

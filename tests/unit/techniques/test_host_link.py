@@ -26,5 +26,5 @@ def test_each_direction_is_timed_alone_after_a_first_copy():
 
 @pytest.mark.parametrize("name", ["to_host_bytes_s", "to_device_bytes_s"])
 def test_a_bandwidth_is_positive(name):
-    with raises(ValueGivenError, code="number.range", field=f"host_link.{name}"):
+    with raises(ValueGivenError, code="value.invalid", field=f"host_link.{name}"):
         HostLink(**{"to_host_bytes_s": 1.0, "to_device_bytes_s": 1.0} | {name: 0.0})
