@@ -26,7 +26,7 @@ from trimtab.core.batch_rule import BatchRule
 from trimtab.core.block_costs import BlockChain, BlockChainModel, BlockCost, ExpensivePart
 from trimtab.core.choice import Choice, Effect, MeasuredCost, RefusedByProof, Rejected, SplitCheck
 from trimtab.core.errors import FormatError
-from trimtab.core.hardware import DeviceSpec
+from trimtab.core.hardware import DeviceSpec, HostLink
 from trimtab.core.objective import PRECISIONS, Budget, Objective, Reference
 from trimtab.core.record import End, Evaluation, Event, Header, RunRecord, StepRecord, read_record, write_record
 from trimtab.core.serialization import from_json, from_jsonable, read_json, to_json, to_jsonable, write_result
@@ -53,6 +53,7 @@ RANGES: dict[type, dict[str, st.SearchStrategy[Any]]] = {
     **{cls: {"value": scalars} for cls in (Choice, Rejected, RefusedByProof)},
     Reference: {"precision": precisions, "clip_norm": st.none() | positive, "accumulate": st.integers(1, 99)},
     Budget: {"memory": st.none() | st.integers(1, 2**62), "time": st.none() | positive, "energy": st.none() | positive},
+    HostLink: {"to_host_bytes_s": positive, "to_device_bytes_s": positive},
     StepRecord: {"terms": amounts, "wall_s": amounts},
     Evaluation: {"train_s": amounts},
 }

@@ -22,18 +22,20 @@ REFUSAL = RefusedByProof(
 )
 
 
-def proved(machine, refusals=(REFUSAL,), **facts):
-    """Return the profile of a search with proofs, which refuse bf16 without modules in fp32."""
+def proved(machine, refusals=(REFUSAL,), also=(), **facts):
+    """Return the profile of a search with proofs, which refuse bf16 without modules in fp32, or `also` with them."""
     profile = measured(machine, **facts)
     for _ in range(4):
         candidate = chosen_candidate(profile, profile.objective, profile.budget)
         if candidate is None or profile.proof_of(candidate) is not None:
             return profile
-        holds = candidate.precision != "bf16" or candidate.fp32_modules is not None
+        is_remedied = candidate.fp32_modules is not None
+        holds = candidate.precision != "bf16" or (is_remedied and not also)
         proof = Proof(holds, "", "proof.holds" if holds else "proof.inaccurate")
         profile = replace(profile, proofs=(*profile.proofs, ProvedCandidate(candidate, proof)))
         if not holds:
-            profile = searched(machine, replace(profile, refused_by_proof=refusals))
+            found = refusals + (also if is_remedied else ())
+            profile = searched(machine, replace(profile, refused_by_proof=found))
     raise AssertionError("the search does not end")
 
 
@@ -93,7 +95,7 @@ def test_a_precision_without_a_remedy_is_given_up():
 
 def test_modules_refused_by_a_proof_too_are_given_up():
     also = RefusedByProof("fp32_modules", "norm", "not proved equivalent", "proof.differs")
-    plan = plan_of(proved(Machine(speed={"bf16": 2.0, "norm": 0.9}), refusals=(REFUSAL, also)))
+    plan = plan_of(proved(Machine(speed={"bf16": 2.0, "norm": 0.9}), also=(also,)))
     assert (plan.precision.value, plan.fp32_modules.value) == ("fp32", None)
     assert rejected(plan, "fp32_modules")["norm"] == "proof.differs"
 
