@@ -10,7 +10,8 @@ clipping and activation checkpointing are the baseline of the plan; the run open
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import copy
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -83,11 +84,16 @@ class TrimtabTrainer(Trainer):
     Attributes:
         plan: the plan in effect; None before planning.
         run: the run during training, else None.
+        metric_attributes: names of the trainer's attributes that `compute_loss` fills for the log only, in every call.
+            Planning leaves their values unchanged and may split the batch, so that each micro-batch adds to a metric,
+            as each batch does with gradient accumulation. The default names the metrics of TRL's trainers; a subclass
+            adds its own.
 
     Raises:
         ValueGivenError: an argument sets something that a plan decides.
     """
 
+    metric_attributes: Collection[str] = ("_metrics", "_total_train_tokens")
     _window: WindowBatches  # Set when the run starts.
 
     def __init__(
@@ -184,6 +190,16 @@ class TrimtabTrainer(Trainer):
                 return Summed(nothing_of(outputs), count)
             return Summed(self.compute_loss(model, micro, num_items_in_batch=count) * count, count)
 
+    def _loss_of_trial(self, model: nn.Module, micro: Any) -> Any:
+        """Return `_counted_loss`, and leave the metrics unchanged."""
+        attributes = vars(self)
+        before = {name: attributes[name] for name in self.metric_attributes if name in attributes}
+        attributes.update(copy.deepcopy(before))
+        try:
+            return self._counted_loss(model, micro)
+        finally:
+            attributes.update(before)
+
     def _started(self, batches: Sequence[Any]) -> Run:
         labels, running = labels_of(batches), self._running
         self._leave_precision()
@@ -212,7 +228,7 @@ class TrimtabTrainer(Trainer):
             def make(example: Any, **how: Any) -> Plan:
                 # Planning may try other numbers of samples, and trace shapes only.
                 self._labels = WindowLabels([example], is_known=False)
-                return make_plan(self.model, self.optimizer.optimizer, self._counted_loss, example, **how)
+                return make_plan(self.model, self.optimizer.optimizer, self._loss_of_trial, example, **how)
 
             how = known | {"progress": progress}
             return self._checked(self._window.planned(batches, make, how, is_alone=self._num_ranks == 1))

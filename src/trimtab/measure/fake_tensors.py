@@ -17,11 +17,12 @@ from typing import Any, TypeVar
 from unittest import mock
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensorMode
 from torch.nn import functional as F
+from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
 T = TypeVar("T")
 _lock = threading.Lock()
@@ -49,6 +50,15 @@ def run_compiled_eagerly() -> Iterator[None]:
             if _depth == 0 and _stance is not None:
                 _stance.__exit__(None, None, None)
                 _stance = None
+
+
+def _own_copies(values: Any) -> Iterator[nn.Parameter]:
+    """Yield the parameters with a `__deepcopy__` of their own, which would return real tensors (bitsandbytes)."""
+    for module in values if isinstance(values, tuple) else (values,):
+        for each in module.parameters() if isinstance(module, nn.Module) else ():
+            is_torchs = type(each).__deepcopy__ in (Tensor.__deepcopy__, nn.Parameter.__deepcopy__)
+            if not (is_torchs or is_lazy(each) or is_traceable_wrapper_subclass(each)):
+                yield each
 
 
 class EagerDispatchMode(TorchDispatchMode):
@@ -85,7 +95,16 @@ class FakeTensors:
         Fake tensors of another context are moved to this one.
         """
         with FakeCopyMode(self.mode):
-            return copy.deepcopy(values)
+            memo: dict[int, Any] = {}
+            for parameter in _own_copies(values):
+                self._copy_parameter(parameter, memo)
+            return copy.deepcopy(values, memo)
+
+    def _copy_parameter(self, parameter: nn.Parameter, memo: dict[int, Any]) -> None:
+        """Add a fake copy of a parameter, with its attributes, to the memo of a deep copy."""
+        fake = self.mode.from_tensor(parameter.detach().as_subclass(Tensor), static_shapes=True)
+        memo[id(parameter)] = copied = nn.Parameter(fake, requires_grad=parameter.requires_grad)
+        vars(copied).update(copy.deepcopy(vars(parameter), memo))
 
     def __enter__(self) -> FakeTensors:
         with contextlib.ExitStack() as stack:

@@ -20,7 +20,8 @@ UNPROVED_SPLIT = "not proved to keep the gradient of the whole batch"
 
 MOST_LINES, MOST_COLUMNS = 20, 80
 _FEWEST_COLUMNS = 40
-_REMARK_LINES = (4, 2)  # Most lines of a remark, fewer if the screen is full.
+_REMARK_LINES = (4, 2, 1)  # Most lines of a remark, fewer if the screen is full.
+_MOST_ADVICE = 2
 # A difference in peak memory below this fraction is not reported in the headline.
 _WORTH_NAMING = 0.02
 _INTERVAL = re.compile(r" \((?:95%|n=)[^()]*\)")
@@ -145,7 +146,7 @@ def _wrapped(text: str, width: int, lines: int = 2) -> list[str]:
 
 
 def _remarks(plan: Plan) -> Iterator[str]:
-    """Yield what is left alone, the proof, the first advice, the pay-back and where the details are."""
+    """Yield what is left alone, the proof, the first advice, the pay-back and where the rest is."""
     if plan.baseline is None and plan.predicted is None:
         return
     kept = [(name, choice) for name, choice in plan.choices() if not choice.changed and SETTINGS[name].is_searched]
@@ -158,11 +159,11 @@ def _remarks(plan: Plan) -> Iterator[str]:
     if plan.meter.left_out:
         yield f"energy: {plan.meter.describe()}"
     yield from (f"note: {note.text}" for note in plan.notes if note.code == "timing.processor_time")
-    if plan.advice:
-        yield f"advice: {plan.advice[0].text}"
+    yield from (f"advice: {note.text}" for note in plan.advice[:_MOST_ADVICE])
     if plan.planning_s:
         yield f"planning took {format_seconds(plan.planning_s)}{_payback(plan)}"
-    yield "details: plan.explain(), --explain"
+    more = len(plan.advice) - _MOST_ADVICE
+    yield "details" + (f" and {more} more advice" if more > 0 else "") + ": plan.explain(), --explain"
 
 
 def _is_unproved(choice: Choice) -> bool:

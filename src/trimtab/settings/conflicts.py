@@ -186,6 +186,20 @@ CONFLICTS = (
         error=lambda values: in_parts(values["step_in_backward"], "several micro-batches"),
         example={"step_in_backward": True, "micro_batch": 4},
     ),
+    Conflict(
+        ("recompute", "dropout"),
+        # torch runs no random operator for a probability of 0 or 1, so that the operators behind have other numbers.
+        holds=lambda values: "[" in str(values["recompute"]) and values["dropout"] in (0, 1),
+        error=lambda values: {
+            "got": f"{values['recompute']!r:.80} with dropout={values['dropout']}",
+            "expected": "a schedule without numbers of operators, or another dropout",
+            "problem": f"plan.recompute={values['recompute']!r:.80} names operators by number, and "
+            f"dropout={values['dropout']} removes the operators that draw random numbers, so the numbers would change.",
+            "hint": "Write ~7 in place of ~7[0,2], or set dropout=None.",
+            "code": "recompute.dropout",
+        },
+        example={"recompute": "~0[0]", "dropout": 0.0},
+    ),
     _steps_before("precision", "fp16", lambda values: values["precision"] == "fp16"),
     _steps_before("compiled", CUDA_GRAPHS, lambda values: is_recorded(values["compiled"])),
     *(_steps_before(name, setting.examples[0], partial(_is_changed, name)) for name, setting in IN_STEP.items()),

@@ -73,31 +73,42 @@ def is_package(module: str) -> bool:
 def globals_of(function: types.FunctionType) -> Iterator[tuple[dict[str, Any], str]]:
     """Yield (namespace, name) of the globals used by a function, including attributes of the user's modules."""
     space = function.__globals__
-    names, stored = _names_in(function.__code__)
-    for name in names:
+    used = _names_in(function.__code__)
+    for name in used.globals:
         if name in space:
             value = space[name]
             yield space, name
             if isinstance(value, types.ModuleType) and not (is_library(value.__name__) or is_package(value.__name__)):
-                yield from ((vars(value), other) for other in names if other in vars(value))
-        elif name in stored:
+                yield from ((vars(value), other) for other in used.all if other in vars(value))
+        elif name in used.stored:
             yield space, name
 
 
+class _Names(NamedTuple):
+    """Names in code including inner functions, in order: used globals; globals and attributes; assigned globals."""
+
+    globals: dict[str, None]
+    all: dict[str, None]
+    stored: frozenset[str]
+
+
 @functools.lru_cache(4096)
-def _names_in(code: types.CodeType) -> tuple[tuple[str, ...], frozenset[str]]:
-    """Return the names of globals and attributes used in code including inner functions, and the globals assigned."""
-    names, stored = dict.fromkeys(code.co_names), set[str]()
-    if any(each in _STORES for each in code.co_code[::2]):
-        stored = {each.argval for each in dis.get_instructions(code) if each.opcode in _STORES}
+def _names_in(code: types.CodeType) -> _Names:
+    # An attribute that is named like a global is no use of the global. `co_names` has both.
+    steps = list(dis.get_instructions(code)) if code.co_names else []
+    used = dict.fromkeys(each.argval for each in steps if each.opname in _OF_GLOBALS)
+    names, stored = dict.fromkeys(code.co_names), {each.argval for each in steps if each.opcode in _STORES}
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
-            more, also = _names_in(constant)
-            names |= dict.fromkeys(more)
-            stored |= also
-    return tuple(names), frozenset(stored)
+            inner = _names_in(constant)
+            used |= inner.globals
+            names |= inner.all
+            stored |= inner.stored
+    return _Names(used, names, frozenset(stored))
 
 
+# LOAD_NAME is in the body of a class.
+_OF_GLOBALS = {"LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL", "DELETE_GLOBAL"}
 _STORES = {dis.opmap["STORE_GLOBAL"], dis.opmap["DELETE_GLOBAL"]}
 _FILLS = {"append", "appendleft", "add", "extend", "extendleft", "insert", "update"}
 

@@ -24,7 +24,7 @@ from trimtab.core.stateful import Load, Stateful, checked_state
 from trimtab.measure.gradient_norms import is_flat_sharded, is_sharded
 from trimtab.techniques.low_bit_storage import NOISE_LIMIT, Storage, round_stochastically, storage_of
 from trimtab.techniques.memory_format import sparse_module
-from trimtab.techniques.optimizers import has_own_step, is_dense
+from trimtab.techniques.optimizers import first_post_hook, has_own_step, is_dense, refuse_closure
 
 LEAST_ELEMENTS = 4096  # Smaller parameters keep their state, as in both papers.
 # Elements updated at once: temporary tensors stay in a CPU's cache, and kernels fill a GPU. Multiples of all blocks.
@@ -164,7 +164,7 @@ class _LowBitState:
             raise
         self._hooks = [
             optimizer.register_step_pre_hook(self._step),
-            optimizer.register_step_post_hook(self._show),
+            first_post_hook(optimizer, self._show),
             # Before the hook of channels_last, which restores the strides of plain state.
             optimizer.register_state_dict_post_hook(self._save, prepend=True),
             optimizer.register_load_state_dict_pre_hook(self._begin_load),
@@ -257,14 +257,8 @@ class _LowBitState:
         Raises:
             OptimizerError: the step has a closure; nothing has changed.
         """
-        if kwargs.get("closure", next(iter(args[1:]), None)) is not None:  # The first argument is the optimizer.
-            raise OptimizerError(
-                "optimizer.step",
-                got="a closure",
-                expected="no closure, because large parameters are stepped before it would run",
-                hint="Call the closure first, and then optimizer.step() without it.",
-                code="optimizer_state.closure",
-            )
+        reason = "large parameters are stepped before it would run"
+        refuse_closure(args, kwargs, reason, code="optimizer_state.closure")
         # GradScaler passes the overflow flag to fused optimizers, which check it themselves.
         overflow = getattr(optimizer, "found_inf", None)
         is_applied = overflow is None or not bool(overflow)

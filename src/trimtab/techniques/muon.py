@@ -19,6 +19,7 @@ from trimtab.core.stateful import Load, Stateful, require_keys
 from trimtab.measure.blocks import find_blocks
 from trimtab.measure.gradient_norms import is_flat_sharded, is_sharded
 from trimtab.techniques.optimizer_self_test import muon_difference
+from trimtab.techniques.optimizers import first_post_hook, refuse_closure
 
 MOMENTUM = "momentum_buffer"  # Torch's key for the momentum.
 _SCALE = "match_rms_adamw"
@@ -105,6 +106,8 @@ class _MuonHooks:
         by_group = [[p for p in group["params"] if id(p) in inside] for group in optimizer.param_groups]
         self._places = [index for index, found in enumerate(by_group) if found]
         self._muon = torch.optim.Muon([{"params": by_group[index]} for index in self._places], adjust_lr_fn=_SCALE)
+        # The step without torch's wrapper, which calls the hooks of `register_optimizer_step_pre_hook` once more.
+        self._take_step: Callable[[torch.optim.Optimizer], object] = torch.optim.Muon.step.__wrapped__
         self._hidden: list[Tensor | None] = []
         self._before: dict[Tensor, Any] = {p: optimizer.state.pop(p) for p in matrices if p in optimizer.state}
         self._hooks: list[Any] = []
@@ -116,7 +119,7 @@ class _MuonHooks:
             raise
         self._hooks = [
             optimizer.register_step_pre_hook(self._step),
-            optimizer.register_step_post_hook(self._show),
+            first_post_hook(optimizer, self._show),
             optimizer.register_state_dict_post_hook(self._leave_out),
             optimizer.register_load_state_dict_pre_hook(self._keep),
             optimizer.register_load_state_dict_post_hook(self._put_back),
@@ -125,11 +128,15 @@ class _MuonHooks:
     def _put(self, parameter: nn.Parameter, momentum: Tensor) -> None:
         self._optimizer.state[parameter] = {MOMENTUM: momentum}
 
-    def _step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    def _step(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Step the matrices by Muon and hide their gradients from AdamW.
 
         Muon steps first: if AdamW raises and is stepped again, the matrices are not stepped twice.
+
+        Raises:
+            OptimizerError: the step has a closure; nothing has changed.
         """
+        refuse_closure(args, kwargs, "matrices are stepped before it would run", code="muon.closure")
         for index, group in zip(self._places, self._muon.param_groups, strict=True):
             theirs = optimizer.param_groups[index]
             group["lr"], group["weight_decay"] = theirs["lr"], theirs["weight_decay"]
@@ -137,7 +144,7 @@ class _MuonHooks:
         # GradScaler passes the overflow flag to fused optimizers, which check it themselves.
         overflow = getattr(optimizer, "found_inf", None)
         if overflow is None or not bool(overflow):
-            self._muon.step()
+            self._take_step(self._muon)
             self._before.clear()
         self._hidden = [p.grad for p in self._matrices]
         for p in self._matrices:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import ast
 import inspect
 import textwrap
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from trimtab.core.errors import ModelError, OptimizerError, ValueGivenError
 from trimtab.state.reachable_objects import modules_of
@@ -243,6 +244,26 @@ def has_own_step(optimizer: torch.optim.Optimizer) -> bool:
     while step is not None and getattr(step, "_wrapped_by_lr_sched", False):
         step = getattr(step, "__wrapped__", None)
     return step is not None and getattr(step, "__func__", step) is not type(optimizer).step
+
+
+def first_post_hook(optimizer: torch.optim.Optimizer, hook: Callable[..., None]) -> RemovableHandle:
+    """Register a step post-hook before the user's, which then see the gradients that a pre-hook has hidden."""
+    handle = optimizer.register_step_post_hook(hook)
+    optimizer._optimizer_step_post_hooks.move_to_end(handle.id, last=False)
+    return handle
+
+
+def refuse_closure(args: tuple[Any, ...], kwargs: Mapping[str, Any], reason: str, *, code: str) -> None:
+    """Raise `OptimizerError` if the arguments of a step, as a pre-hook receives them, contain a closure."""
+    if kwargs.get("closure", next(iter(args[1:]), None)) is None:  # The first argument is the optimizer.
+        return
+    raise OptimizerError(
+        "optimizer.step",
+        got="a closure",
+        expected=f"no closure, because {reason}",
+        hint="Call the closure first, and then optimizer.step() without it.",
+        code=code,
+    )
 
 
 def require_fused(optimizer: torch.optim.Optimizer) -> None:

@@ -58,6 +58,18 @@ def test_a_plan_fits_on_a_screen(columns, names):
     assert all(len(line) <= columns for line in lines)
 
 
+@pytest.mark.parametrize("number", [0, 1, 2, 4])
+def test_the_screen_has_two_recommendations_and_the_number_of_others(number):
+    advice = tuple(Note("data.waiting", f"recommendation {index}") for index in range(number))
+    plan = measured(*VALUES, reason="a reason of many words, " * 20).having(advice=advice)
+    lines = screen(plan, 80).splitlines()
+    assert [line for line in lines if line.startswith("advice: ")] == [
+        f"advice: recommendation {index}" for index in range(min(2, number))
+    ]
+    assert any("2 more" in line for line in lines) is (number == 4)
+    assert len(lines) <= MOST_LINES
+
+
 def test_the_screen_has_changes_with_reasons_and_what_stays():
     text = screen(measured("precision", "fused_optimizer"), 80)
     assert "bf16: 1.5x the speed of fp32" in text  # without the interval

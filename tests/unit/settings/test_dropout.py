@@ -89,3 +89,12 @@ def test_such_a_plan_is_of_tier_f():
     plan = Plan.fixed(2, dropout=0.0)
     assert plan.plan_kind == "tuned"
     assert "dropout 0.0" in plan.changes_in_words
+
+
+def test_operators_keep_their_numbers_unless_dropout_is_switched_off_or_certain():
+    """With a probability of 0 or 1, torch draws nothing, so that the operators of a schedule have other numbers."""
+    for probability in (0.0, 1.0):
+        with raises(ValueGivenError, code="recompute.dropout", field="plan.recompute"):
+            Plan.fixed(8, recompute="~0[0] 1", dropout=probability)
+        assert Plan.fixed(8, recompute="~0 (1)", dropout=probability).dropout.value == probability
+    assert Plan.fixed(8, recompute="~0[0] 1", dropout=0.5).dropout.value == 0.5

@@ -307,6 +307,20 @@ def test_the_gradients_of_a_step_that_raised_are_released_with_the_window():
         assert gradients[0]() is None
 
 
+def test_the_users_hooks_see_all_gradients_before_and_after_a_step():
+    model, optimizer = loop()
+    seen = []
+
+    def see(stepped, *_):
+        seen.append(all(p.grad is not None for group in stepped.param_groups for p in group["params"]))
+
+    optimizer.register_step_pre_hook(see)
+    optimizer.register_step_post_hook(see)
+    with trimtab.start(model, optimizer, plan_of("8bit")) as run:
+        train(run, batches(0, 2))
+    assert seen == [True] * 4
+
+
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_a_step_with_a_closure_is_refused_before_it_changes_anything(name):
     model, optimizer = loop(OPTIMIZERS[name])

@@ -495,3 +495,21 @@ def test_attributes_of_a_class_that_a_function_names_are_held(change):
     state.restore()
     assert (Tracker.total, Tracker.bag) == (0.0, [])
     assert torch.equal(Tracker.teacher.weight, weight)
+
+
+class Namesakes(nn.Module):
+    """A module with an attribute and a method of the names of globals that its forward does not use."""
+
+    def __init__(self):
+        super().__init__()
+        self.OTHER = 1.0
+
+    def forward(self, x):
+        return x * self.OTHER + x.BAG if hasattr(x, "BAG") else x * self.OTHER
+
+
+def test_an_attribute_that_is_named_like_a_global_is_no_global():
+    paths = [path for _, path in LoopState(Namesakes()).held()]
+    assert not [path for path in paths if path.startswith(("OTHER", "BAG"))]
+    paths = [path for _, path in LoopState(None, loss_fn=lambda model, batch: OTHER(batch)).held()]
+    assert [path for path in paths if path.startswith("OTHER")]

@@ -12,6 +12,7 @@ from rank_cases import Tokens
 from state_digest import fingerprint
 from torch import nn
 from torch.optim.lr_scheduler import ExponentialLR
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 import trimtab
 from trimtab.core.errors import FormatError, ModelError, OptimizerError, ValueGivenError
@@ -276,6 +277,49 @@ def test_an_optimizer_that_raised_steps_the_matrices_once():
             run.step()
         assert run.step()
     assert torch.equal(weights(model), weights(plain))
+
+
+def test_a_step_with_a_closure_is_refused_before_it_changes_anything():
+    model, optimizer = loop()
+    with trimtab.start(model, optimizer, MUON) as run:
+        train(run, batches())
+        loss_fn(model, batches()[0]).backward()
+        before = fingerprint(model, optimizer)
+        for args, more in (((lambda: 0.0,), {}), ((), {"closure": lambda: 0.0})):
+            with raises(OptimizerError, code="muon.closure", field="optimizer.step"):
+                optimizer.step(*args, **more)
+        assert fingerprint(model, optimizer) == before
+        assert all(p.grad is not None for p in model.parameters())
+
+
+def test_hooks_of_all_optimizers_are_called_once_for_each_step():
+    model, optimizer = loop()
+    calls = []
+    hooks = [
+        register_optimizer_step_pre_hook(lambda stepped, *_: calls.append(("before", stepped is optimizer))),
+        register_optimizer_step_post_hook(lambda stepped, *_: calls.append(("after", stepped is optimizer))),
+    ]
+    try:
+        with trimtab.start(model, optimizer, MUON) as run:
+            train(run, batches(steps=2))
+    finally:
+        for hook in hooks:
+            hook.remove()
+    assert calls == [("before", True), ("after", True)] * 2
+
+
+def test_the_users_hooks_see_all_gradients_before_and_after_a_step():
+    model, optimizer = loop()
+    seen = []
+
+    def see(stepped, *_):
+        seen.append(all(p.grad is not None for group in stepped.param_groups for p in group["params"]))
+
+    optimizer.register_step_pre_hook(see)
+    optimizer.register_step_post_hook(see)
+    with trimtab.start(model, optimizer, MUON) as run:
+        train(run, batches(steps=2))
+    assert seen == [True] * 4
 
 
 def sharded(model):
