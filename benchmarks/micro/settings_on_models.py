@@ -96,12 +96,13 @@ def gpt2(layers: int, words: int, tokens: int, rows: int = 1) -> Loop:
     return Loop(GPT2LMHeadModel(config), torch.randint(words, (rows, tokens)), _causal, rows)
 
 
-def llama(layers: int, words: int, tokens: int, rows: int = 1) -> Loop:
-    """Return Transformers' Llama of width 128."""
+def llama(layers: int, words: int, tokens: int, rows: int = 1, *, is_tied: bool = False) -> Loop:
+    """Return Transformers' Llama of width 128, with the head's weight tied to the embedding or of its own."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     width = {"hidden_size": 128, "intermediate_size": 344, "num_attention_heads": 4, "num_key_value_heads": 4}
-    config = LlamaConfig(num_hidden_layers=layers, vocab_size=words, max_position_embeddings=tokens, **width)
+    sizes = {"num_hidden_layers": layers, "vocab_size": words, "max_position_embeddings": tokens}
+    config = LlamaConfig(tie_word_embeddings=is_tied, **sizes, **width)
     return Loop(LlamaForCausalLM(config), torch.randint(words, (rows, tokens)), _causal, rows)
 
 
@@ -125,6 +126,8 @@ def resnet50(rows: int) -> Loop:
 MODELS: dict[str, Callable[[], Loop]] = {
     "GPT-2, 4 layers, 50,257 words": lambda: gpt2(4, 50_257, 512),
     "Llama, 4 layers, 50,257 words": lambda: llama(4, 50_257, 512),
+    "Llama, 4 layers, 50,257 words, tied": lambda: llama(4, 50_257, 512, is_tied=True),
+    "Llama, 4 layers, 50,257 words, 2,048 tokens": lambda: llama(4, 50_257, 512, rows=4),
     "GPT-2, 12 layers": lambda: gpt2(12, 1000, 128, rows=4),
     "GPT-2, 12 layers, one short text": lambda: gpt2(12, 1000, 16),
     "Llama, 12 layers": lambda: llama(12, 1000, 128, rows=4),
@@ -135,6 +138,8 @@ MODELS: dict[str, Callable[[], Loop]] = {
 CASES: tuple[tuple[str, dict[str, Scalar]], ...] = (
     ("GPT-2, 4 layers, 50,257 words", {"loss_chunk": 64}),
     ("Llama, 4 layers, 50,257 words", {"loss_chunk": 64}),
+    ("Llama, 4 layers, 50,257 words, tied", {"loss_chunk": 64}),
+    ("Llama, 4 layers, 50,257 words, 2,048 tokens", {"loss_chunk": 64}),
     ("GPT-2, 12 layers", {"compiled": True}),
     ("GPT-2, 12 layers", {"compiled": COMPILED_BLOCKS}),
     ("Llama, 12 layers", {"compiled": True}),

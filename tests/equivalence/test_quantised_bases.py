@@ -1,7 +1,7 @@
 """Adapters on a base with 4-bit weights (QLoRA) train through a run as in a plain loop, resume and are merged.
 
-bitsandbytes is tested where it is installed. `PackedLinear` has the structure of its layers, and is always tested: a frozen
-parameter of a class with its own `__deepcopy__`, and scales outside of the parameter's data.
+bitsandbytes is tested where it is installed. `PackedLinear` has the structure of its layers, and is always tested: a
+frozen parameter of a class with its own `__deepcopy__`, and scales outside of the data of the parameter.
 """
 
 from __future__ import annotations
