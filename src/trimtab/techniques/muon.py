@@ -107,7 +107,8 @@ class _MuonHooks:
         self._places = [index for index, found in enumerate(by_group) if found]
         self._muon = torch.optim.Muon([{"params": by_group[index]} for index in self._places], adjust_lr_fn=_SCALE)
         # The step without torch's wrapper, which calls the hooks of `register_optimizer_step_pre_hook` once more.
-        self._take_step: Callable[[torch.optim.Optimizer], object] = torch.optim.Muon.step.__wrapped__
+        step: Any = torch.optim.Muon.step
+        self._take_step: Callable[[torch.optim.Optimizer], object] = step.__wrapped__
         self._hidden: list[Tensor | None] = []
         self._before: dict[Tensor, Any] = {p: optimizer.state.pop(p) for p in matrices if p in optimizer.state}
         self._hooks: list[Any] = []

@@ -249,7 +249,8 @@ def has_own_step(optimizer: torch.optim.Optimizer) -> bool:
 def first_post_hook(optimizer: torch.optim.Optimizer, hook: Callable[..., None]) -> RemovableHandle:
     """Register a step post-hook before the user's, which then see the gradients that a pre-hook has hidden."""
     handle = optimizer.register_step_post_hook(hook)
-    optimizer._optimizer_step_post_hooks.move_to_end(handle.id, last=False)
+    hooks: Any = optimizer._optimizer_step_post_hooks  # An OrderedDict.
+    hooks.move_to_end(handle.id, last=False)
     return handle
 
 
