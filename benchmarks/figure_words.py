@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import statistics
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from trimtab.planner.statistics import MIN_PAIRS_FOR_VERDICT as FEW
@@ -53,3 +54,14 @@ def _raw(row: Row, form: str = "{:.2f}x", turned: Callable[[float], float] = flo
     if row["low"] is None or row["n"] >= FEW or "pairs" not in row:
         return ""
     return f"pairs {', '.join(form.format(turned(pair)) for pair in row['pairs'])}"
+
+
+def medians(row: Row) -> tuple[float, float, float]:
+    """Return the median seconds of a `compile_time` row: start of the compiler, whole model, by block."""
+    start_s, whole_s, blocks_s = (statistics.median(row[f"{name}_s"]) for name in ("start", "whole", "blocks"))
+    return start_s, whole_s, blocks_s
+
+
+def spread(values: Sequence[float]) -> str:
+    """Return the median and the range of seconds as text."""
+    return f"{statistics.median(values):.1f} s ({min(values):.1f} to {max(values):.1f})"

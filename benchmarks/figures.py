@@ -626,6 +626,7 @@ KINDS = {
     "frontier_compiled": _compiled,
     "frontier_walk": _walk,
     "settings_on_models": settings_figures.section,
+    "compile_time": settings_figures.compile_section,
 }
 
 

@@ -17,7 +17,7 @@ EVALUATION = "evaluation-epyc-avx2-2core"
 SECTIONS = {
     "Plans and recipes compared with the unchanged loop": ("compare", "phases"),
     "Plans for hand-tuned recipes, and searches": ("no_harm", "strong_sweep", "exhaustive", "planted"),
-    "Single settings on unmodified models": ("settings_on_models",),
+    "Single settings on unmodified models": ("settings_on_models", "compile_time"),
     "Memory limits and recomputation": ("budget_sweep", "frontier", "frontier_compiled", "frontier_walk"),
     "Predictions": ("prediction", "published", "published_ranks", "rank_memory"),
     "Planning time": ("planning_time", "probing", "import_time"),

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from benchmarks.docs_figures import SAVED, by_model, cheapest, optimal
-from benchmarks.figure_words import difference, ratio, speed
+from benchmarks.figure_words import difference, medians, ratio, speed
 from benchmarks.paper.evaluation_record import RESULTS
 from benchmarks.paper.judge import NOT_MEASURED
 from benchmarks.records import SECTIONS, section_of
@@ -19,6 +19,7 @@ from trimtab.planner.statistics import MIN_PAIRS_FOR_VERDICT as FEW
 
 Row = dict[str, Any]
 WITHIN = 0.25  # relative error of step times predicted for another device
+MOST_OF_WHOLE = 0.4  # goal for the time of compilation by block, relative to the whole model
 METRICS = ("throughput_ratio", "peak_memory_ratio", "final_metric_difference", "do_no_harm_ratio")
 
 
@@ -569,8 +570,22 @@ def _settings_on_models(rows: list[Row]) -> Summary:
     return Summary(_names(rows, "model"), _n(rows), "; ".join(said), faster)
 
 
+def _compile_time(rows: list[Row]) -> Summary:
+    ratios, said = [], []
+    for row in rows:
+        start_s, whole_s, blocks_s = medians(row)
+        ratios.append(blocks_s / whole_s)
+        said.append(f"{row['model']}: start {start_s:.1f} s, whole {whole_s:.1f} s, by block {blocks_s:.1f} s")
+    result = (
+        f"processor time of compilation, medians: {'; '.join(said)}; by block over whole model, without the start: "
+    )
+    met = f"{sum(each <= MOST_OF_WHOLE for each in ratios)} of {len(ratios)} at most {MOST_OF_WHOLE:g}"
+    return Summary(_names(rows, "model"), _n(rows), result + ", ".join(f"{each:.2f}" for each in ratios), met)
+
+
 KINDS: dict[str, Callable[[list[Row]], Summary]] = {
     "settings_on_models": _settings_on_models,
+    "compile_time": _compile_time,
     "no_harm": _no_harm,
     "strong_sweep": _strong_sweep,
     "exhaustive": _exhaustive,

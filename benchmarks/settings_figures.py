@@ -1,4 +1,4 @@
-"""Table of docs/measured.md: the effect of every setting alone on unmodified models, for `make figures`."""
+"""Tables of docs/measured.md for `make figures`: the effect of every setting alone, and the time of compilation."""
 
 from __future__ import annotations
 
@@ -7,20 +7,23 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.figure_words import interval
-from trimtab.core.choice import COMPILED_BLOCKS
+from benchmarks.figure_words import interval, medians, spread
 from trimtab.settings import SETTINGS
 
 Row = dict[str, Any]
-NAME = "settings_on_models"
+NAME, COMPILING = "settings_on_models", "compile_time"
 
 
 def blocks(root: Path) -> dict[str, dict[str, list[str]]]:
     """Return the generated lines by page and block name."""
-    records = sorted((root / "benchmarks" / "results").glob(f"{NAME}-*.json"))
-    found = [json.loads(path.read_text(encoding="utf-8")) for path in records]
+    found = _records(root, NAME)
     settings = [*_measured(found), "", *_unmeasured(found)]
-    return {"measured.md": {"settings": settings, "compiling": list(_compiling(found))}}
+    return {"measured.md": {"settings": settings, "compiling": list(_compiling(_records(root, COMPILING)))}}
+
+
+def _records(root: Path, name: str) -> list[Row]:
+    paths = sorted((root / "benchmarks" / "results").glob(f"{name}-*.json"))
+    return [json.loads(path.read_text(encoding="utf-8")) for path in paths]
 
 
 def _measured(records: Sequence[Row]) -> Iterator[str]:
@@ -54,13 +57,31 @@ def _unmeasured(records: Sequence[Row]) -> Iterator[str]:
 
 
 def _compiling(records: Sequence[Row]) -> Iterator[str]:
-    yield "| model | whole model | by block | ratio |"
-    yield "|---|---|---|---|"
-    rows = [row for found in records for row in found["rows"] if list(row["values"]) == ["compiled"]]
-    took = {(row["model"], row["values"]["compiled"]): row["compile_processor_s"] for row in rows}
-    for (model, value), blocks_s in took.items():
-        if value == COMPILED_BLOCKS and (whole_s := took.get((model, True))) is not None:
-            yield f"| {model} | {whole_s:.1f} s | {blocks_s:.1f} s | {blocks_s / whole_s:.2f} |"
+    yield "| model | start of the compiler | whole model | by block | ratio | ratio with the start | n | machine |"
+    yield "|---|---|---|---|---|---|---|---|"
+    for found in records:
+        facts = found["environment"]
+        for row in found["rows"]:
+            yield f"| {_compile_times(row)} | {row['n']} | {facts['cpu']}, {facts['threads']} threads |"
+
+
+def _compile_times(row: Row) -> str:
+    start_s, whole_s, blocks_s = medians(row)
+    times = " | ".join(spread(row[f"{name}_s"]) for name in ("start", "whole", "blocks"))
+    with_start = (start_s + blocks_s) / (start_s + whole_s)
+    return f"{row['model']} | {times} | {blocks_s / whole_s:.2f} | {with_start:.2f}"
+
+
+def compile_section(rows: list[Row]) -> Iterator[str]:
+    """Yield the table of a record of compilation times."""
+    columns = ("model", "start of the compiler", "whole model", "by block", "ratio", "ratio with the start", "n")
+    yield f"| {' | '.join(columns)} | graphs, graph breaks |"
+    yield f"|{'---|' * (len(columns) + 1)}"
+    for row in rows:
+        counts = "; ".join(
+            f"{way}: {row[f'{way}_graphs']}, {row[f'{way}_graph_breaks']}" for way in ("whole", "blocks")
+        )
+        yield f"| {_compile_times(row)} | {row['n']} | {counts} |"
 
 
 def section(rows: list[Row]) -> Iterator[str]:

@@ -207,7 +207,7 @@ def _in_process(number: int, *, quick: bool) -> dict[str, Any] | None:
 def measure(case: tuple[str, dict[str, Scalar]], pairs: int) -> dict[str, Any]:
     """Return the row of a case: ratios over the plain loop, from the same weights and batch."""
     model, values = case
-    theirs, ours, again = (_loop(model) for _ in range(3))
+    theirs, ours, again = (make_loop(model) for _ in range(3))
     plan = Plan.fixed(ours.rows, **values)
     with separate_heaps(), trimtab.start(ours.model, ours.optimizer, plan) as run:
 
@@ -215,9 +215,9 @@ def measure(case: tuple[str, dict[str, Scalar]], pairs: int) -> dict[str, Any]:
             run.train_step(run.window(ours.batch), ours.loss_fn)
 
         expected = theirs.gradients_of(theirs.step)
-        spent_s, first_s = _processor_s(), time.perf_counter()
+        spent_s, first_s = processor_s(), time.perf_counter()
         found = ours.gradients_of(changed)
-        first_s, spent_s = time.perf_counter() - first_s, _processor_s() - spent_s
+        first_s, spent_s = time.perf_counter() - first_s, processor_s() - spent_s
         seconds = _interleaved((theirs.step, changed, again.step), pairs)
         peaks = [_peak(theirs, theirs.step), _peak(ours, changed)]
     usual_s = statistics.median(seconds[1])
@@ -230,7 +230,8 @@ def measure(case: tuple[str, dict[str, Scalar]], pairs: int) -> dict[str, Any]:
     return row | (compiles if values.get("compiled") else {})
 
 
-def _loop(name: str) -> Loop:
+def make_loop(name: str) -> Loop:
+    """Return the loop of a model, with the same weights and batch at every call."""
     torch.manual_seed(0)
     return MODELS[name]()
 
@@ -249,7 +250,8 @@ def _error(found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> f
     return math.sqrt(off / whole)
 
 
-def _processor_s() -> float:
+def processor_s() -> float:
+    """Return the processor seconds of this process and its ended children."""
     spent = os.times()
     return spent.user + spent.system + spent.children_user + spent.children_system
 

@@ -112,9 +112,9 @@ def config_of(plan: Plan, num_elements: int) -> dict[str, Any]:
     """
     if plan.engine.value != "deepspeed":
         raise ValueGivenError("plan.engine", got=repr(plan.engine.value), expected="'deepspeed'")
-    for name, bad in (("precision", "fp16"), ("compiled", True)):
-        if getattr(plan, name).value == bad:
-            problem = f"engine='deepspeed' does not support {name}={bad!r}."
+    for name, is_bad in (("precision", plan.precision.value == "fp16"), ("compiled", bool(plan.compiled.value))):
+        if is_bad:
+            problem = f"engine='deepspeed' does not support {name}={getattr(plan, name).value!r}."
             raise ValueGivenError(f"plan.{name}", problem=problem, hint=f"Choose another {name}, or engine='torch'.")
     if plan.batch_rule is not None:
         problem = "engine='deepspeed' does not support an adaptive batch size: DeepSpeed does not expose gradients."

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from trimtab.core.choice import Choice, Note, Rejected, Scalar
+from trimtab.core.choice import Choice, Note, Rejected, Scalar, is_recorded
 from trimtab.core.hardware import LinkCalibration
 from trimtab.core.memory_model import PeakMemoryModel
 from trimtab.core.parallelism import Parallelism, StepShape
@@ -195,7 +195,7 @@ def of_any_rank(profile: Profile) -> Profile:
 
     def holds(candidate: Candidate) -> bool:
         is_single = is_in_conflict(candidate, profile.loop.batch_size, zero_stage=0, num_ranks=2)
-        return candidate.compiled in (False, True) and not is_single
+        return not is_recorded(candidate.compiled) and not is_single
 
     return replace(profile, trials=tuple(trial for trial in profile.trials if holds(trial.candidate)))
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from trimtab.core.choice import COMPILED_BLOCKS, GRAPHS, Compiled, Effect, Scalar, in_words, is_by_compiler
+from trimtab.core.choice import COMPILED_BLOCKS, GRAPHS, Compiled, Effect, Scalar, in_words, is_by_compiler, is_recorded
 from trimtab.core.errors import FormatError, ValueGivenError
 from trimtab.settings.base import LiveLoop, Setting, Undo
 
@@ -36,11 +36,11 @@ class CompiledModel(Setting):
         if value not in (COMPILED_BLOCKS, *GRAPHS):
             modes = ", ".join(map(repr, (COMPILED_BLOCKS, *GRAPHS)))
             raise FormatError(self.field, got=repr(value), expected=f"true, false, {modes}")
-        if plan.num_ranks > 1:
+        if plan.num_ranks > 1 and is_recorded(value):
             raise ValueGivenError(
                 self.field,
                 got=f"{value!r} on {plan.num_ranks} ranks",
-                expected="true or false on several ranks",
+                expected=f"true, false or {COMPILED_BLOCKS!r} on several ranks",
                 problem=f"plan.compiled={value!r} needs a single process, got {plan.num_ranks} ranks.",
                 hint=f"Set compiled={is_by_compiler(value)}.",
             )

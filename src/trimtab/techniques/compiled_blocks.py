@@ -14,6 +14,7 @@ from torch import nn
 
 from trimtab.measure.blocks import find_blocks
 from trimtab.techniques.activation_checkpointing import keeps_activations
+from trimtab.techniques.replaced_classes import ReplacedClass, replace_classes
 
 OPTIONS: dict[str, Any] = {"options": {"fallback_random": True}}  # Dropout masks as without compilation.
 _Shapes = tuple[tuple[str, torch.Size], ...]
@@ -27,14 +28,15 @@ def repeated_blocks(model: nn.Module) -> _Groups:
     """Return the blocks of a model by class and parameter shapes; {} if no kind repeats.
 
     The result includes kinds with a single block, for example the first blocks of the stages of a ResNet. If no block
-    repeats, inner blocks are returned, for example the layers of an encoder and a decoder.
+    repeats, inner blocks are returned, for example the layers of an encoder and a decoder. Blocks with a forward on the
+    instance are left out.
     """
     if isinstance(model, torch.jit.ScriptModule):  # Has no modules by name.
         return {}
     groups: _Groups = {}
     blocks = [model.get_submodule(name) for name in find_blocks(model)]
     for block in blocks:
-        if next(block.children(), None) is not None:
+        if next(block.children(), None) is not None and "forward" not in vars(block):
             shapes = tuple((key, parameter.shape) for key, parameter in block.named_parameters())
             groups.setdefault((type(block), shapes), []).append(block)
     if any(len(group) > 1 for group in groups.values()):
@@ -47,31 +49,27 @@ def repeated_blocks(model: nn.Module) -> _Groups:
 
 
 class CompiledBlocks:
-    """The calls of a model's repeated blocks, compiled at the first call of each kind.
+    """The forwards of a model's repeated blocks, compiled at the first call of each kind.
 
-    Blocks run in eager mode with hooks (torch ignores hooks in code reused from an earlier block), without gradients
-    (for example in `generate()`), and in transforms of `torch.func`.
+    Hooks of a block, for example FSDP2's, run outside of the compiled code. Blocks run in eager mode with hooks on
+    inner modules (torch ignores hooks in code reused from an earlier block), without gradients (for example in
+    `generate()`), and in transforms of `torch.func`.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._calls: dict[nn.Module, Callable[..., Any]] = {}
+        blocks, self._calls = list[nn.Module](), list[_BlockCall]()
         for (kind, shapes), group in repeated_blocks(model).items():
             known = _compiled.setdefault(kind, {})
             if shapes not in known:
                 known[shapes] = torch.compile(_call_of_a_kind(), **OPTIONS)
-            for block in group:
-                self._calls[block] = _calling(known[shapes], block)
-        self.turn(on=True)
+            blocks += group
+            self._calls += [_BlockCall(known[shapes], block) for block in group]
+        self.undo = replace_classes(blocks, [_Compiled] * len(blocks), self._calls)
 
     def turn(self, *, on: bool) -> None:
         """Run the blocks compiled, or in eager mode."""
-        for block, call in self._calls.items():
-            block._compiled_call_impl = call if on else None
-
-    def undo(self) -> None:
-        """Restore the blocks' original calls."""
-        for block in self._calls:
-            vars(block).pop("_compiled_call_impl", None)
+        for call in self._calls:
+            call.is_on = on
 
 
 class KeyValueCaches:
@@ -98,26 +96,40 @@ class KeyValueCaches:
                 config.use_cache = True
 
 
-def _call_block(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call a block; the block is an argument, so that equal blocks share the compiled code."""
-    return block._call_impl(*args, **kwargs)
+class _Compiled(ReplacedClass):
+    """Mixin of a block whose forward is compiled."""
+
+    state_name = "_trimtab_compiled"
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        call: _BlockCall = vars(self)[self.state_name]
+        if call.runs_eagerly():
+            return super().forward(*args, **kwargs)  # type: ignore[misc]
+        return call.compiled(self, args, kwargs)
+
+
+def _run_forward(block: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run the forward of a block; the block is an argument, so that equal blocks share the compiled code."""
+    return super(_Compiled, block).forward(*args, **kwargs)
 
 
 def _call_of_a_kind() -> Callable[..., Any]:
-    """Return a copy of `_call_block`: torch limits the number of compiled versions by code object."""
-    code = _call_block.__code__.replace(co_name=f"{_call_block.__name__}_{next(_numbers)}")
+    """Return a copy of `_run_forward`: torch limits the number of compiled versions by code object."""
+    code = _run_forward.__code__.replace(co_name=f"{_run_forward.__name__}_{next(_numbers)}")
     return types.FunctionType(code, globals())
 
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
-def _calling(compiled: Callable[..., Any], block: nn.Module) -> Callable[..., Any]:
-    hooks = [getattr(module, name) for module in block.modules() for name in _HOOKS]
+class _BlockCall:
+    """The compiled forward of a block."""
 
-    def call(*args: Any, **kwargs: Any) -> Any:
-        if any(hooks) or keeps_activations():
-            return block._call_impl(*args, **kwargs)
-        return compiled(block, args, kwargs)
+    def __init__(self, compiled: Callable[..., Any], block: nn.Module) -> None:
+        self.compiled, self.is_on = compiled, True
+        inner = (module for module in block.modules() if module is not block)
+        self._hooks = [getattr(module, name) for module in inner for name in _HOOKS]
 
-    return call
+    def runs_eagerly(self) -> bool:
+        """Return True if the next call must not use the compiled code."""
+        return not self.is_on or any(self._hooks) or keeps_activations()

@@ -12,6 +12,7 @@ from torch import nn
 
 import trimtab
 from trimtab.core.batch_rule import BatchRule
+from trimtab.core.choice import COMPILED_BLOCKS
 from trimtab.core.errors import TrimtabError, UsageError, ValueGivenError
 from trimtab.distributed import backend_selection
 from trimtab.distributed.deepspeed_backend import BUCKET_BYTES, config_of
@@ -67,6 +68,7 @@ def test_deepspeeds_configuration_says_what_the_plan_does():
         (Plan.fixed(8), "engine"),
         (planned(precision="fp16"), "precision"),
         (planned(compiled=True), "compiled"),
+        (planned(compiled=COMPILED_BLOCKS), "compiled"),
         (planned(batch_rule=BatchRule()), "batch_rule"),
     ],
 )

@@ -8,6 +8,7 @@ import pytest
 from raising import raises
 from simulated_machine import CPU, MIB, Machine, measured
 
+from trimtab.core.choice import COMPILED_BLOCKS
 from trimtab.core.errors import InfeasibleError
 from trimtab.core.hardware import Link, LinkCalibration
 from trimtab.core.memory_model import PeakMemoryModel
@@ -141,10 +142,12 @@ def test_the_table_has_a_line_of_each_way():
     assert "a single micro-batch is reduced once" in lines[4]
 
 
-def fast_in(*values: str, compiled: float = 1.0, weight: float = 0.0):
+def fast_in(*values: str, compiled: float = 1.0, weight: float = 0.0, blocks: float | None = None):
     device = replace(CPU, peak_flops={"fp32": 1e11, "fp16": 2e11})
     machine = Machine(split_s=0.2, speed=dict.fromkeys(values, 3.0), compiled_speed=compiled, compile_s=0.1)
-    return measured(machine, device=device, objective=Objective(1.0, weight), total_steps=10**6, always=True)
+    machine = replace(machine, blocks_speed=blocks or 1.0)
+    how = {"objective": Objective(1.0, weight), "kinds_of_blocks": None if blocks is None else 1 / 12}
+    return measured(machine, device=device, total_steps=10**6, always=True, **how)
 
 
 def test_deepspeeds_stages_are_told_by_the_same_traces_and_their_plan_says_so():
@@ -163,7 +166,12 @@ def test_deepspeeds_stages_are_told_by_the_same_traces_and_their_plan_says_so():
 
 
 @pytest.mark.parametrize(
-    ("profile", "chosen"), [(fast_in("fp16"), ("fp16", False)), (fast_in(compiled=3.0), ("fp32", True))]
+    ("profile", "chosen"),
+    [
+        (fast_in("fp16"), ("fp16", False)),
+        (fast_in(compiled=3.0), ("fp32", True)),
+        (fast_in(blocks=3.0), ("fp32", COMPILED_BLOCKS)),
+    ],
 )
 def test_of_deepspeed_nothing_is_chosen_that_its_configuration_refuses(profile, chosen):
     by_torch, _ = choose(profile)
