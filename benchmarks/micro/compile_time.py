@@ -1,6 +1,7 @@
 """Processor time of compilation: the start of the compiler, the whole model, and the model by block.
 
-`python -m benchmarks.micro.compile_time [--quick] [--json] [--rounds N]` prints a `compile_time` row for every model.
+`python -m benchmarks.micro.compile_time [--quick] [--json] [--rounds N] [--case TEXT]` prints a `compile_time` row for
+every model.
 Every measurement runs in a process of its own with an empty cache: it first compiles and runs a trivial model with its
 backward (the start of the compiler), then trains the model. Rounds alternate the order of both ways; Ctrl-C ends the
 measurement after the completed rounds.
@@ -13,11 +14,10 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import nn
 
 import trimtab
 from benchmarks import command
@@ -25,7 +25,7 @@ from benchmarks.figure_words import medians, spread
 from benchmarks.micro.settings_on_models import Loop, make_loop, processor_s
 from trimtab.core.choice import COMPILED_BLOCKS, Compiled
 from trimtab.plans.plan import Plan
-from trimtab.techniques.compiled_blocks import OPTIONS
+from trimtab.techniques.compiled_call import start_compiler
 
 ROUNDS, STEPS = 3, 4
 NAMES = ("GPT-2, 12 layers", "Llama, 12 layers", "ViT, 12 layers")
@@ -41,27 +41,29 @@ def main() -> None:
     if options.measured is not None:
         print(json.dumps(measure(*options.measured)))
         return
-    rows = _rows(1 if options.quick else options.rounds)
+    names = [name for name in NAMES if options.case in name]
+    rows = _rows(names, 1 if options.quick else options.rounds)
     command.show("compile_time", rows, _line, as_json=options.json)
 
 
 def _parser() -> Any:
     made = command.parser(__doc__)
     made.add_argument("--rounds", type=int, default=ROUNDS, metavar="N", help=f"rounds (default {ROUNDS})")
+    made.add_argument("--case", default="", metavar="TEXT", help="only models whose name contains the text")
     made.add_argument("--measured", nargs=2, metavar=("MODEL", "WAY"), help="measure here, and print the figures")
     return made
 
 
-def _rows(rounds: int) -> list[Row]:
-    found: dict[str, dict[str, list[Row]]] = {name: {way: [] for way in WAYS} for name in NAMES}
+def _rows(names: Sequence[str], rounds: int) -> list[Row]:
+    found: dict[str, dict[str, list[Row]]] = {name: {way: [] for way in WAYS} for name in names}
     try:
         for number in range(rounds):
-            for name in NAMES:
+            for name in names:
                 for way in list(WAYS)[:: 1 if number % 2 else -1]:
                     found[name][way].append(_in_process(name, way))
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
-    return [row for name in NAMES if (row := _row(name, found[name])) is not None]
+    return [row for name in names if (row := _row(name, found[name])) is not None]
 
 
 def _row(name: str, found: dict[str, list[Row]]) -> Row | None:
@@ -92,8 +94,7 @@ def measure(name: str, way: str) -> Row:
 
     loop = make_loop(name)
     loop.step()
-    tiny = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8))
-    start_s = _spent_s(lambda: torch.compile(tiny, **OPTIONS)(torch.randn(4, 8)).sum().backward())
+    start_s = _spent_s(lambda: start_compiler(torch.device("cpu")))
     before = counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())
     steps = _steps(loop, WAYS[way])
     after = counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())

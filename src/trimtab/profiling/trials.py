@@ -25,7 +25,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from trimtab.core.choice import Note, is_recorded
+from trimtab.core.choice import Note, is_by_compiler, is_recorded
 from trimtab.core.energy_reading import WINDOW_S
 from trimtab.core.units import format_seconds
 from trimtab.energy.energy_meter import EnergyClock, GivenWatts, Meter
@@ -40,6 +40,7 @@ from trimtab.profiling.smoke_test import CrashTest, SpeedTest
 from trimtab.profiling.training_loop import TrainingLoop
 from trimtab.state.loop_state import LoopState
 from trimtab.state.peak_memory import peak_bytes, unused_bytes
+from trimtab.techniques.compiled_call import start_compiler
 from trimtab.techniques.cuda_graphs import steps_to_launch
 from trimtab.techniques.mixed_precision import retained_memory
 from trimtab.training.out_of_memory import is_out_of_memory
@@ -337,6 +338,8 @@ def _warm_up(subject: TrainingLoop, arm: _TrialArm, *, measure_memory: bool, slo
     try:
         with subject.start(arm.candidate) as run:
             step = functools.partial(subject.step, run)
+            if is_by_compiler(arm.candidate.compiled):
+                start_compiler(subject.device)  # Otherwise the start would count as a part of the first compilation.
             begin = time.perf_counter()
             arm.first_s = once_s = time_call(step, subject.device)
             step_until_applied(run, subject)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -19,6 +20,20 @@ from trimtab.techniques.cuda_graphs import GraphReplayer
 def is_compiled(model: nn.Module) -> bool:
     """Return True if the model or a submodule is compiled already."""
     return any(hasattr(each, "_orig_mod") or each._compiled_call_impl is not None for each in model.modules())
+
+
+@functools.cache
+def start_compiler(device: torch.device) -> None:
+    """Load torch's compiler by compiling a trivial model with its backward, once per process and kind of device.
+
+    The start takes longer than the compilation of a block (docs/measured.md), and is not part of a model's compilation.
+    """
+    weight = torch.ones(8, 8, device=device, requires_grad=True)  # Without random numbers, which belong to the loop.
+
+    def forward(x: Tensor) -> Tensor:
+        return nn.functional.linear(nn.functional.gelu(nn.functional.linear(x, weight)), weight)
+
+    torch.compile(forward, **OPTIONS)(torch.ones(4, 8, device=device)).sum().backward()
 
 
 def check_available(compiled: Compiled, device: torch.device) -> None:

@@ -347,10 +347,13 @@ def test_what_recording_and_compiling_take_is_of_all_steps_before_it_is_launched
     monkeypatch.setattr(trials, "time_call", lambda step, device: (step(), next(seconds))[1])
     monkeypatch.setattr(trials, "timer", lambda candidate: lambda step, device: 0.5)
     monkeypatch.setattr(trials, "replay_refusal", lambda *_: None)
+    left_at_start = []  # The compiler starts before the first step, and its start is no part of the compilation.
+    monkeypatch.setattr(trials, "start_compiler", lambda device: left_at_start.append(seconds.__length_hint__()))
     arm = trials._TrialArm(replace(WHOLE, compiled=way))
     trials._warm_up(subject, arm, measure_memory=False, slowest=100.0, paces=False)
     assert arm.error is None
     assert arm.compile_s == took
+    assert left_at_start == ([3] if way is True else [])
 
 
 def test_a_far_slower_arm_runs_fewer_steps_per_block(subject):

@@ -18,7 +18,7 @@ from trimtab.measure.gradient_norms import GradientNorms
 from trimtab.plans.plan import Plan
 from trimtab.profiling.gradient_equivalence import require_own_forward
 from trimtab.profiling.training_loop import TrainingLoop
-from trimtab.techniques.compiled_call import CompiledCall, is_compiled
+from trimtab.techniques.compiled_call import CompiledCall, is_compiled, start_compiler
 from trimtab.training.apply_plan import PAIRS, WARM_UP, CompileCheck
 
 pytestmark = pytest.mark.slow
@@ -60,6 +60,17 @@ def test_dropout_draws_the_same_masks_and_the_training_is_the_same():
     (ours, model), (plain, other) = train(compiled=True), train(compiled=False)
     torch.testing.assert_close(ours, plain)
     torch.testing.assert_close(model.state_dict(), other.state_dict())
+
+
+@needs_compiler
+def test_the_compiler_is_started_once_and_draws_no_random_numbers():
+    start_compiler.cache_clear()
+    state, graphs = torch.get_rng_state(), [counters["stats"]["unique_graphs"]]
+    for _ in range(2):
+        start_compiler(torch.device("cpu"))
+        graphs.append(counters["stats"]["unique_graphs"])
+    assert torch.equal(torch.get_rng_state(), state)
+    assert (graphs[1] - graphs[0], graphs[2] - graphs[1]) == (1, 0)
 
 
 @needs_compiler
