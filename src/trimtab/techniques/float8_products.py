@@ -38,12 +38,14 @@ class _InFloat8(ReplacedClass):
 
     def forward(self, x: Tensor) -> Tensor:
         kind = x.device.type
-        if not torch.is_autocast_enabled(kind):
+        # An empty input, as of an expert without tokens, has no largest element to scale by.
+        if not torch.is_autocast_enabled(kind) or not x.numel():
             return super().forward(x)  # type: ignore[misc,no-any-return]
         own: Any = self
         layer: Any = self.__dict__[_InFloat8.state_name].layer
-        if layer.weight is not own.weight:  # A wrapper of the model, or the user, replaced the Parameter.
-            layer.weight, layer.bias = own.weight, own.bias
+        if layer.weight is not own.weight or layer.bias is not own.bias:
+            # A wrapper of the model, or the user, replaced the Parameters; `functional_call` by other tensors.
+            layer._parameters.update(weight=own.weight, bias=own.bias)
         result: Tensor = layer(x.to(torch.get_autocast_dtype(kind)))
         return result
 
@@ -51,7 +53,8 @@ class _InFloat8(ReplacedClass):
 def large_layers(model: nn.Module, least: int, head: nn.Module | None) -> dict[str, nn.Linear]:
     """Return the trained linear layers with float8 products, by name.
 
-    Both dimensions have `least` features or more and are multiples of 16.
+    Both dimensions have `least` features or more and are multiples of 16. Layers whose weight is computed from other
+    Parameters (pruning, weight normalization) are left out.
 
     Args:
         head: last layer of the model, which is left out, because its rounding enters the loss directly; or None.
@@ -62,7 +65,8 @@ def large_layers(model: nn.Module, least: int, head: nn.Module | None) -> dict[s
             continue
         sizes = module.in_features, module.out_features
         is_large = min(sizes) >= least and not any(size % MULTIPLE for size in sizes)
-        if is_large and module.weight.requires_grad and "forward" not in vars(module):
+        weight = module._parameters.get("weight")
+        if is_large and weight is not None and weight.requires_grad and "forward" not in vars(module):
             found[name] = module
     return found
 

@@ -11,6 +11,7 @@ import torch
 from raising import raises
 from torch import nn
 from torch.nn import functional as F
+from torch.nn.utils import prune
 
 import trimtab
 from trimtab.core.errors import DependencyError, ModelError, ValueGivenError
@@ -108,6 +109,42 @@ def test_a_replaced_parameter_is_used():
         model.up.bias = nn.Parameter(torch.ones_like(model.up.bias))
         with run.autocast():
             assert torch.equal(model.up(torch.randn(2, 32)), torch.ones(2, 64, dtype=torch.bfloat16))
+
+
+def test_an_empty_input_has_an_empty_result():
+    model = Net()
+    with started(model, fixed()) as run, run.autocast():
+        found = model.up(torch.randn(0, 32, requires_grad=True))
+    assert (found.shape, found.dtype) == ((0, 64), torch.bfloat16)
+
+
+def test_tensors_in_place_of_parameters_are_used():
+    def with_tensors(model, batch):
+        tensors = {name: 1.0 * p for name, p in model.named_parameters()}
+        return F.cross_entropy(torch.func.functional_call(model, tensors, (batch[0],)), batch[1])
+
+    found = []
+    for loss in (loss_fn, with_tensors):
+        model = Net()
+        with started(model, fixed()) as run:
+            run.accumulate(run.window(batch()), loss)
+            found.append([p.grad.clone() for p in model.parameters()])
+            run.step()
+            run.train_step(run.window(batch()), loss_fn)
+            found[-1] += [p.detach().clone() for p in model.parameters()]
+    assert all(torch.equal(a, b) for a, b in zip(found[0], found[1], strict=True))
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated:FutureWarning")
+@pytest.mark.parametrize(
+    "computed", [torch.nn.utils.weight_norm, lambda layer: prune.random_unstructured(layer, "weight", 0.5)]
+)
+def test_layers_with_a_computed_weight_keep_their_precision(computed):
+    model = Net()
+    computed(model.up)
+    with started(model, fixed()) as run:
+        run.train_step(run.window(batch()), loss_fn)
+        assert (type(model.up) is nn.Linear, type(model.down) is nn.Linear) == (True, False)
 
 
 @pytest.mark.parametrize("recompute", ["every_block", "(0 1)"])
