@@ -65,6 +65,7 @@ class Fp32Modules(Setting):
         require_fp32_modules(loop, str(value))
 
     def apply(self, loop: LiveLoop, value: Scalar) -> Undo | None:
+        from trimtab.techniques.compiled_call import is_compiled
         from trimtab.techniques.fp32_forward import run_in_fp32
 
         named = named_modules(loop.model, str(value))
@@ -76,7 +77,8 @@ class Fp32Modules(Setting):
             hook.remove()
             restore()
             unused = [name for name, use in zip(named, uses, strict=True) if not use.is_used]
-            if unused and stepped and not loop.plan.compiled.value:  # Compiled code does not record its calls.
+            # Compiled code does not record its calls.
+            if unused and stepped and not (loop.plan.compiled.value or is_compiled(loop.model)):
                 warnings.warn(
                     f"plan.fp32_modules had no effect on {', '.join(unused)}, whose forward was not called under "
                     "autocast.",

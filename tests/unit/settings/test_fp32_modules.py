@@ -94,6 +94,16 @@ def test_a_run_equals_a_loop_that_disables_autocast_by_hand(precision, micro_bat
     assert not all(map(torch.equal, trained(Net(), half), ours.parameters()))
 
 
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch's own compiler
+def test_modules_of_a_model_that_the_user_compiled_are_not_reported_as_unused():
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    compiled = torch.compile(model, backend="eager")
+    with trimtab.start(compiled, optimizer, Plan.fixed(ROWS, precision="bf16", fp32_modules="blocks.1")) as run:
+        run.train_step(run.window(batches()[0]), loss_fn)
+    torch._dynamo.reset()
+
+
 @pytest.mark.parametrize("compiled", [True, "compiled_blocks"])
 def test_compiled_code_runs_the_modules_in_fp32(compiled, monkeypatch):
     compile_by, compile_of = nn.Module.compile, torch.compile
