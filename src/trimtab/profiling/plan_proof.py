@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from trimtab.core.choice import Proof, RefusedByProof, Remedy, Scalar, SplitCheck
+from trimtab.measure.fake_tensors import run_compiled_eagerly
 from trimtab.planner.plan_choice import chosen_candidate
 from trimtab.plans.profile import Candidate, Profile, ProvedCandidate
 from trimtab.profiling.gradient_equivalence import other_values
@@ -55,6 +56,7 @@ from trimtab.settings.fp32_modules import holds_plain_head, named_modules
 from trimtab.settings.precision import HALF
 from trimtab.state.loop_state import LoopState
 from trimtab.state.object_snapshots import host_copy
+from trimtab.techniques.activation_checkpointing import wrapped_models
 from trimtab.techniques.fp32_forward import run_in_fp32
 from trimtab.techniques.mixed_precision import tf32
 from trimtab.techniques.optimizer_in_backward import gradients_seen
@@ -493,22 +495,32 @@ class _CoarseGradient:
         return GradientError(relative, self._relative(self._own, moves=True) if relative > MOST_ERROR else 0.0)
 
     def relative_with(self, modules: Sequence[nn.Module]) -> float:
-        """Return the error with some modules in fp32, as a fraction of the gradient's norm."""
+        """Return the error with some modules in fp32, as a fraction of the gradient's norm; infinite if the loop fails.
 
-        return self._relative(functools.partial(self._steps.plain_with, modules))
+        A loop may not accept results in fp32: an assignment to a part of a tensor needs equal types.
+        """
+        try:
+            return self._relative(functools.partial(self._steps.plain_with, modules))
+        except Exception:
+            return math.inf
 
 
 def _sufficient_modules(
     subject: TrainingLoop, candidate: Candidate, reference: Candidate, step_s: float | None, start: LoopState
 ) -> SufficientModules:
-    """Return modules that make the gradient accurate in a refused half precision; state is restored."""
+    """Return modules that make the gradient accurate in a refused half precision; state is restored.
+
+    Compiled code runs in eager mode, since every set of modules would be compiled again, up to torch's limit.
+    """
     smaller = _first(subject, _samples(subject.rows, candidate, step_s))
     pieces = min(_scaled(reference, subject.rows, smaller.rows).micro_batch, smaller.rows)
     drawing = drawing_modules(smaller.trained, smaller.loss)
     steps = _TwoSteps(smaller, start, (smaller.batch,), candidate.precision, candidate, pieces, False, drawing)
+    innermost = list(wrapped_models(smaller.model))[-1]  # Its names are also valid without the wrapper.
     try:
-        gradient = _CoarseGradient(steps, reference.precision)
-        return sufficient_modules(smaller.model, candidate.precision, gradient.error(), gradient.relative_with)
+        with run_compiled_eagerly():
+            gradient = _CoarseGradient(steps, reference.precision)
+            return sufficient_modules(innermost, candidate.precision, gradient.error(), gradient.relative_with)
     finally:
         start.restore()
 

@@ -14,7 +14,6 @@ from dataclasses import dataclass, replace
 
 from torch import nn
 
-from trimtab.settings import SETTINGS
 from trimtab.settings.fp32_modules import fp32_obstacle
 
 INACCURATE = "proof.inaccurate"
@@ -86,7 +85,7 @@ class SufficientModules:
         size = f"an error of {self.whole:.2g} (relative)" if math.isfinite(self.whole) else "NaN or infinite values"
         start = f"in {self.precision} the gradient has {size}"
         if self.modules:
-            return f"{start}, and an error of {self.relative:.2g} with {SETTINGS['fp32_modules'].label(self.names)}"
+            return f"{start}, and an error of {self.relative:.2g} with these modules in fp32"
         if self.is_complete:
             return f"{start}, and no part of the modules in fp32 makes it accurate"
         return f"{start}; no modules that were measured in fp32 make it accurate, and others were not measured"
