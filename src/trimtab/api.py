@@ -50,7 +50,8 @@ from trimtab.profiling.training_settings_search import (
     tune_plan,
 )
 from trimtab.progress_display import ProgressArgument, shown
-from trimtab.settings.step_in_backward import with_gradient
+from trimtab.settings.step_in_backward import with_gradient, without
+from trimtab.techniques.optimizer_in_backward import late_reason
 from trimtab.techniques.optimizers import modules_beside, require_alone
 from trimtab.training.batch import BatchSplitting, Count, Split, of_same_size
 from trimtab.training.nonfinite import BEFORE_THE_STEP
@@ -571,7 +572,8 @@ def start(
             step, "error" raises; both read the loss a step later, without waiting. "continue" checks nothing.
         out_of_memory: "split" reruns the window of `run.train_step` in smaller micro-batches, "stop" raises. None:
             "split" in one process, unless the plan's check found that splitting changes the gradient or the model has
-            batch statistics. On several ranks "split" needs a whole model per rank (zero_stage 0) and no batch rule.
+            batch statistics; with `plan.step_in_backward`, only before the window's first update. On several ranks
+            "split" needs a whole model per rank (zero_stage 0) and no batch rule.
         stop: conditions that end the run before its data end.
         record: writer of a line per step; it stays open for its owner.
         energy: clock whose joules are added to the record about every ten seconds; None: the record has none.
@@ -616,6 +618,9 @@ def start(
         "a job of several ranks": has_peers(),
     }
     plan = with_gradient(plan, needs)
+    if plan.step_in_backward.value and isinstance(optimizer, torch.optim.Optimizer):
+        reason = late_reason(optimizer)  # The loop may have changed since planning.
+        plan = without(plan, reason) if reason else plan
     backend = backend_of(
         model,
         plan,

@@ -110,6 +110,46 @@ def test_the_window_is_what_it_had_been_in_smaller_micro_batches(rows, micro, pl
 
 
 @pytest.mark.parametrize("place", ["forward", "backward"])
+def test_it_is_so_of_updates_within_the_backward_pass_before_the_first_update(place):
+    ours, clean = without_statistics(), without_statistics()
+    ours.place = place
+    torch.manual_seed(2)
+    with (
+        pytest.warns(UserWarning, match="no effect in 4 of 6 steps"),
+        trimtab.start(ours.model, ours.optimizer, Plan.fixed(ROWS, step_in_backward=True)) as run,
+        pytest.warns(RuntimeWarning, match="from 16 to 8 samples"),
+    ):
+        ours.train(run, ours.batches)
+    torch.manual_seed(2)
+    for part, rows in (clean.batches[:FAILING], ROWS), (clean.batches[FAILING:], ROWS // 2):
+        with trimtab.start(clean.model, clean.optimizer, Plan.fixed(ROWS, rows)) as run:
+            clean.train(run, part)
+    for left, right in zip(state_of(ours), state_of(clean), strict=True):
+        assert torch.equal(left, right)
+
+
+def test_a_window_is_not_repeated_after_an_update_within_the_backward_pass():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 4))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    batch = torch.randn(ROWS, 6), torch.randint(0, 4, (ROWS,))
+    model[1].register_forward_hook(lambda module, args, result: FailsInBackward.apply(result))
+    before = [p.detach().clone() for p in model.parameters()]
+    with trimtab.start(model, optimizer, Plan.fixed(ROWS, step_in_backward=True)) as run:
+        with pytest.raises(torch.OutOfMemoryError) as caught:
+            run.train_step(
+                run.window(batch), lambda called, batch: nn.functional.cross_entropy(called(batch[0]), batch[1])
+            )
+        assert any("Some parameters were updated" in note for note in caught.value.__notes__)
+    assert [torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True)] == [
+        True,
+        True,
+        False,
+        False,
+    ]
+
+
+@pytest.mark.parametrize("place", ["forward", "backward"])
 def test_it_is_so_under_a_loss_scale_too(place):
     ours, clean = (Loop(micro=1, place=where, dtype=torch.float32) for where in (place, ""))
     plans = tuple(Plan.fixed(ROWS, rows, precision="fp16") for rows in (8, 4))

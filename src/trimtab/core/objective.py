@@ -153,8 +153,9 @@ class Reference:
         accumulate: batches that the user's loop accumulates per optimizer step; the example batch holds all of them.
             The loop's micro-batch is an equal part of the example, and its peak is the default memory limit.
         declared: True if the user declared it, False if it is assumed.
-        keeps_gradients: True if gradients must be held from the backward pass to the optimizer step, because the loop
-            calls `run.backward` and `run.step` itself, as trainers do, and may read or change them in between.
+        keeps_gradients: True if the loop calls `run.backward` and `run.step` itself, as trainers do, or reads gradients
+            (`p.grad`) after `run.train_step`. Planning then does not choose `step_in_backward`, which frees gradients
+            within the backward pass.
     """
 
     precision: str = "fp32"
@@ -169,6 +170,8 @@ class Reference:
         if self.clip_norm is not None:
             validation.number("reference.clip_norm", self.clip_norm, low=0, open_low=True)
         validation.integer("reference.accumulate", self.accumulate)
+        if not isinstance(self.keeps_gradients, bool):
+            raise ValueGivenError("reference.keeps_gradients", got=repr(self.keeps_gradients), expected="true or false")
 
     def describe(self) -> str:
         """Return the description for reports."""

@@ -120,7 +120,7 @@ def checked_plan(plan: Plan | None, host: str) -> Plan | None:
         raise ValueGivenError("plan", got=f"a {type(plan).__name__}", expected="a trimtab.Plan", code="plan.invalid")
     if plan.clip_norm.value is not None and plan.clip_norm.value == plan.reference.clip_norm:
         plan = plan.having(clip_norm=unchanged("clip_norm"))
-    plan = without(plan, host)
+    plan = without(plan, f"{host} needs the gradient of the whole step")
     for name, value in plan.values.items():
         if SETTINGS[name].trainer_decides and value != SETTINGS[name].default:
             raise ValueGivenError(

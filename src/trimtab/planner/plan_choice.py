@@ -20,7 +20,7 @@ from trimtab.planner.trial_statistics import speed_ratio
 from trimtab.plans.plan import Plan
 from trimtab.plans.profile import Candidate, Profile, is_final
 from trimtab.settings import SEARCHED, SETTINGS, unchanged
-from trimtab.settings.step_in_backward import SAVES
+from trimtab.settings.step_in_backward import NOTES, SAVES
 
 _RISES = 1.02  # relative to the loop's own peak; repeated counts of a peak agree to about 1 %
 
@@ -164,6 +164,11 @@ def _notes_of_gradients(profile: Profile, winner: Candidate) -> Iterator[Note]:
     if early is not None and late is not None:
         more = format_bytes(max(0, late - early))
         yield Note(SAVES, f"without step_in_backward, the peak memory is predicted to rise by {more}")
+    yield Note(
+        NOTES[1],
+        "after run.train_step, gradients (p.grad) are None; for a loop that reads gradients, or calls run.step itself, "
+        "plan with Reference(keeps_gradients=True)",
+    )
 
 
 def choose_there(profile: Profile) -> Plan:

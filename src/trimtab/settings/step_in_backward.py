@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from trimtab.plans.profile import Candidate, Profile
 
 SAVES = "step_in_backward.saves"  # Code of a plan's note with the predicted increase of the peak without the setting.
+NOTES = (SAVES, "step_in_backward.no_gradients")  # Codes of the notes of a plan with the setting.
 
 
 class StepInBackward(Setting):
@@ -115,19 +116,19 @@ def with_gradient(plan: Plan, needs: Mapping[str, object]) -> Plan:
             hint=f"Leave out {named}, or use a plan with step_in_backward=False.",
             code="step_in_backward.gradient_needed",
         )
-    return without(plan, named)
+    return without(plan, f"{named} needs the gradient of the whole step")
 
 
-def without(plan: Plan, named: str) -> Plan:
+def without(plan: Plan, why: str) -> Plan:
     """Return a plan without a planned step within the backward pass, with a warning that names the reason."""
     choice = plan.step_in_backward
     if not choice.value or choice.code == BY_HAND:
         return plan
-    reason = f"switched off, because {named} needs the gradient of the whole step"
+    reason = f"switched off, because {why}"
     more = next((f": {note.text}" for note in plan.notes if note.code == SAVES), "")
     warnings.warn(f"plan.step_in_backward is {reason}{more}.", UserWarning, stacklevel=3)
     off = replace(choice, value=False, reason=reason, changed=False, rejected=(), code="step_in_backward.switched_off")
     figures = dict.fromkeys(("predicted", "measured", "verified", "timing_noise", "stands_between"))
     return plan.having(
-        step_in_backward=off, notes=tuple(note for note in plan.notes if note.code != SAVES), front=(), **figures
+        step_in_backward=off, notes=tuple(note for note in plan.notes if note.code not in NOTES), front=(), **figures
     )

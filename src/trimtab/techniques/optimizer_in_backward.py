@@ -17,7 +17,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
-from torch.optim.optimizer import _global_optimizer_pre_hooks
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from trimtab.core.errors import ModelError, OptimizerError
 from trimtab.techniques.memory_format import align_gradients
@@ -38,18 +38,21 @@ def refusal_of(optimizer: Optimizer) -> str:
     if kind.__module__.split(".")[:2] != ["torch", "optim"] or kind.__name__ not in _BY_PARAMETER:
         return f"{kind.__name__} is not an optimizer of torch that updates each parameter independently"
     if has_own_step(optimizer):
-        return "its step was replaced"
+        return "the step of the optimizer was replaced"
     if any(group.get("differentiable") for group in groups):
-        return "it is differentiable"
+        return "the optimizer is differentiable"
     parameters = [p for group in groups for p in group["params"]]
-    return "it has a parameter twice" if len(set(parameters)) < len(parameters) else ""
+    return "the optimizer has a parameter twice" if len(set(parameters)) < len(parameters) else ""
 
 
 def late_reason(optimizer: Optimizer) -> str:
     """Return the reason why an optimizer would not step within the backward pass of a run, or ""."""
     if refusal := refusal_of(optimizer):
         return refusal
-    return "" if _hides_gradients(optimizer) else "hooks of its step or of parameters have access to gradients"
+    # Hooks after the step may log gradients, which are None then.
+    after = (*_global_optimizer_post_hooks.values(), *optimizer._optimizer_step_post_hooks.values())
+    is_hidden = _hides_gradients(optimizer) and not after
+    return "" if is_hidden else "hooks of the optimizer's step or of parameters have access to gradients"
 
 
 def _hides_gradients(optimizer: Optimizer, most_hooks: int = 0) -> bool:
@@ -97,6 +100,13 @@ def stepping_in(num_micro_batches: int, optimizer: Optimizer) -> contextlib.Abst
     return hooks.active() if hooks is not None and hooks.may_step(num_micro_batches) else contextlib.nullcontext()
 
 
+def has_updated(optimizer: Optimizer) -> bool:
+    """Return True if the open window has updated parameters within its backward pass, and so cannot be repeated."""
+    found = _active.get(optimizer)
+    hooks = None if found is None else found()
+    return hooks is not None and bool(hooks.updated)
+
+
 @contextlib.contextmanager
 def gradients_seen(optimizer: Optimizer, see: Callable[[Tensor], object]) -> Iterator[None]:
     """Call `see` with every parameter directly before its update within the backward pass, for proofs and tests."""
@@ -122,6 +132,7 @@ class StepInBackward:
 
     Attributes:
         see: called with a parameter directly before its update; None: not called.
+        updated: parameters updated within the backward pass since the last step.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
@@ -132,7 +143,7 @@ class StepInBackward:
         self._step: Callable[[Optimizer], Any] = getattr(step, "__wrapped__", step)
         self._groups: dict[Tensor, dict[str, Any]] = {}
         self._is_active = False
-        self._updated: set[Tensor] = set()
+        self.updated: set[Tensor] = set()
         self._num_steps = self._num_late = 0
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         # Python's garbage collector does not see references from a parameter to its hooks.
@@ -154,11 +165,11 @@ class StepInBackward:
         """Update parameters in the backward pass inside the context."""
         self._groups = {p: group for group in self._optimizer.param_groups for p in group["params"]}
         self._is_active = True
-        self._updated.clear()
+        self.updated.clear()
         try:
             yield
         except BaseException as error:
-            if self._updated:
+            if self.updated:
                 error.add_note(
                     "Some parameters were updated before this error, because plan.step_in_backward is on. Restore a "
                     "checkpoint, or use a plan with step_in_backward=False."
@@ -171,7 +182,7 @@ class StepInBackward:
         """Update a parameter in a backward pass inside `active`."""
         if not self._is_active or parameter not in self._groups:
             return
-        if parameter in self._updated:
+        if parameter in self.updated:
             raise ModelError(
                 "plan.step_in_backward",
                 problem=f"plan.step_in_backward updated a parameter of shape {tuple(parameter.shape)} before its "
@@ -180,7 +191,7 @@ class StepInBackward:
                 hint="Use torch.utils.checkpoint with use_reentrant=False, or a plan with step_in_backward=False.",
                 code="step_in_backward.in_parts",
             )
-        self._updated.add(parameter)
+        self.updated.add(parameter)
         if self.see is not None:
             self.see(parameter)
         optimizer, groups = self._optimizer, self._optimizer.param_groups
@@ -194,8 +205,8 @@ class StepInBackward:
 
     def _count(self, *_: Any) -> None:
         self._num_steps += 1
-        self._num_late += not self._updated
-        self._updated.clear()
+        self._num_late += not self.updated
+        self.updated.clear()
 
     def undo(self) -> None:
         """Remove the hooks; warn about steps after the backward pass."""

@@ -27,7 +27,7 @@ from trimtab.settings.schedule import rate_factor, require_rates
 from trimtab.techniques import optimizers
 from trimtab.techniques.learning_rate import applied_rate, scaled_rates
 from trimtab.techniques.mixed_precision import MixedPrecision
-from trimtab.techniques.optimizer_in_backward import stepping_in
+from trimtab.techniques.optimizer_in_backward import has_updated, stepping_in
 from trimtab.training import loop_errors
 from trimtab.training.accumulation import WindowWeights, drop_gradients
 from trimtab.training.apply_plan import apply_plan, lay_out, require_free, technique_states
@@ -315,6 +315,8 @@ class Run:
             for micro in window:
                 with self.autocast(), contextlib.nullcontext() if checks.is_done else checks.first_forward(self.plan):
                     result = loss_fn(self.model, micro)
+                if steps and window.num_micro_batches == 1 and self.plan.step_in_backward.value:
+                    self._retry.step_begins(is_scaled=False)  # The backward pass changes parameters.
                 with stepping_in(window.num_micro_batches, self.stepped_by) if steps else contextlib.nullcontext():
                     self.backward(result)
             if steps:
@@ -322,10 +324,11 @@ class Run:
         except BaseException as error:
             is_open, in_optimizer = self._open.window is window, self._open.in_optimizer
             is_alone = self._peers is None or not self._peers.has_told
+            may_retry = is_alone and not has_updated(self.stepped_by)
             failure = None
             if is_open:
                 self._abandon()
-                failure = self._retry.failure_of(error, in_optimizer=in_optimizer, may_retry=is_alone)
+                failure = self._retry.failure_of(error, in_optimizer=in_optimizer, may_retry=may_retry)
             if failure is not None and (refusal := window.repeat_refusal):
                 error.add_note(f"The step was not repeated with smaller micro-batches, because {refusal}.")
                 failure = None

@@ -365,8 +365,6 @@ def recovers_from(policy: str | None, plan: Plan, model: nn.Module, *, may_retry
     Raises:
         ValueGivenError: "split" is impossible here, or the policy is unknown.
     """
-    if plan.step_in_backward.value:
-        return False  # Some parameters may have been updated when memory runs out.
     if policy is None:
         return may_retry and keeps_maths(plan, model)
     validation.one_of("out_of_memory", policy, POLICIES)

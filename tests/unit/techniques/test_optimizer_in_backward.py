@@ -248,6 +248,51 @@ def test_a_planned_value_is_switched_off_for_a_run_that_needs_the_gradient(name,
     assert not [note for note in run.plan.notes if note.code == "step_in_backward.saves"]
 
 
+def replaced(optimizer):
+    step = optimizer.step
+    optimizer.step = lambda: step()
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (replaced, "was replaced"),
+        (lambda optimizer: optimizer.register_step_pre_hook(lambda *_: None), "hooks"),
+        (lambda optimizer: optimizer.register_step_post_hook(lambda *_: None), "hooks"),
+        (lambda optimizer: optimizer.param_groups[0]["params"][0].register_hook(lambda _: None), "hooks"),
+    ],
+)
+def test_a_planned_value_is_switched_off_if_the_optimizer_has_changed_since_planning(change, reason):
+    model = Tied()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    change(optimizer)
+    with pytest.warns(UserWarning, match=reason):
+        run = trimtab.start(model, optimizer, planned())
+    with run:
+        run.train_step(run.window(torch.randint(20, (4, 6))), loss_fn)
+        assert run.plan.step_in_backward.value is False
+        assert model.hidden.weight.grad is not None
+
+
+def test_schedulers_of_torch_leave_a_planned_value_on():
+    model = Tied()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    schedulers = [torch.optim.lr_scheduler.StepLR(optimizer, 1)]
+    with trimtab.start(model, optimizer, planned()) as run:
+        schedulers.append(torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9))
+        for _ in range(2):
+            run.train_step(run.window(torch.randint(20, (4, 6))), loss_fn)
+            assert model.hidden.weight.grad is None
+            for each in schedulers:
+                each.step()
+
+
+def test_an_unknown_policy_is_refused_beside_a_step_in_the_backward_pass():
+    model = Tied()
+    with raises(ValueGivenError, code="value.invalid", field="out_of_memory"):
+        trimtab.start(model, torch.optim.SGD(model.parameters(), lr=0.1), planned(), out_of_memory="splt")
+
+
 def test_a_planned_value_stays_if_nothing_needs_the_gradient():
     model = Tied()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
