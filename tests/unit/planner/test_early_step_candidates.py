@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from raising import raises
 from simulated_machine import MIB, Machine, measured, planned
 
 from trimtab.core.choice import COMPILED_BLOCKS, CUDA_GRAPHS, SplitCheck
+from trimtab.core.errors import ValueGivenError
 from trimtab.core.objective import Budget, Objective, Reference
 from trimtab.planner.cost_model import CostModel
 from trimtab.planner.multi_rank_plan import of_any_rank
@@ -38,6 +40,13 @@ def test_it_meets_a_limit_that_would_need_micro_batches():
     assert plan.measured.peak_bytes == WHOLE - SAVES
     (note,) = (note for note in plan.notes if note.code == "step_in_backward.saves")
     assert "150 MiB" in note.text
+    (note,) = (note for note in plan.notes if note.code == "step_in_backward.no_gradients")
+    assert "keeps_gradients" in note.text
+
+
+def test_the_declaration_of_kept_gradients_is_a_truth_value():
+    with raises(ValueGivenError, code="value.invalid", field="reference.keeps_gradients"):
+        Reference(keeps_gradients="no")
 
 
 def test_a_slow_early_step_loses_to_micro_batches():
