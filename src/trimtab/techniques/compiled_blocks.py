@@ -6,7 +6,7 @@ import contextlib
 import itertools
 import types
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -106,6 +106,11 @@ class _Compiled(ReplacedClass):
         if call.runs_eagerly():
             return super().forward(*args, **kwargs)  # type: ignore[misc]
         return call.compiled(self, args, kwargs)
+
+
+def has_compiled_blocks(modules: Iterable[nn.Module]) -> bool:
+    """Return True if the forward of a module is compiled by a run."""
+    return any(issubclass(type(module), _Compiled) for module in modules)
 
 
 def _run_forward(block: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -13,13 +13,21 @@ from torch.utils._pytree import tree_iter
 
 from trimtab.core.choice import COMPILED_BLOCKS, Compiled, is_by_compiler, is_recorded
 from trimtab.core.errors import ValueGivenError
-from trimtab.techniques.compiled_blocks import OPTIONS, CompiledBlocks, KeyValueCaches, repeated_blocks
+from trimtab.techniques.compiled_blocks import (
+    OPTIONS,
+    CompiledBlocks,
+    KeyValueCaches,
+    has_compiled_blocks,
+    repeated_blocks,
+)
 from trimtab.techniques.cuda_graphs import GraphReplayer
 
 
 def is_compiled(model: nn.Module) -> bool:
     """Return True if the model or a submodule is compiled already."""
-    return any(hasattr(each, "_orig_mod") or each._compiled_call_impl is not None for each in model.modules())
+    modules = list(model.modules())
+    is_called = any(hasattr(each, "_orig_mod") or each._compiled_call_impl is not None for each in modules)
+    return is_called or has_compiled_blocks(modules)
 
 
 @functools.cache

@@ -22,6 +22,9 @@ class ReplacedClass:
 
     state_name: ClassVar[str]
 
+    def __init_subclass__(cls) -> None:
+        """Skip the `__init_subclass__` of the module's class, which may need arguments or register the new class."""
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         reduced: Any = super().__reduce_ex__(max(2, protocol))
         rebuild, arguments, *rest = reduced

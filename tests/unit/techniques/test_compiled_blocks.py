@@ -187,6 +187,36 @@ def test_the_model_is_restored():
     assert [vars(module).keys() for module in model.modules()] == [each.keys() for each in before]
 
 
+def test_blocks_that_another_run_compiles_are_refused():
+    model, optimizer, _ = loop()
+    other = Model()
+    other.blocks = model.blocks
+    plan = Plan.fixed(4, compiled=COMPILED_BLOCKS)
+    with trimtab.start(model, optimizer, plan):
+        with raises(ValueGivenError, code="compiled.twice", field="plan.compiled"):
+            trimtab.start(other, torch.optim.SGD(other.parameters(), lr=0.1), plan)
+        assert is_compiled(other)
+    assert not is_compiled(other)
+
+
+def test_a_class_that_registers_its_subclasses_is_left_alone():
+    registered = {}
+
+    class Registered(Block):
+        def __init_subclass__(cls, *, tag):
+            registered[tag] = cls
+
+    class Layer(Registered, tag="layer"):
+        pass
+
+    model, _, _ = loop()
+    model.blocks = nn.ModuleList(Layer(6, 8) for _ in range(3))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with trimtab.start(model, optimizer, Plan.fixed(4, compiled=COMPILED_BLOCKS)):
+        assert all(type(block) is not Layer and isinstance(block, Layer) for block in model.blocks)
+    assert registered == {"layer": Layer}
+
+
 @needs_compiler
 def test_blocks_run_in_eager_mode_while_compilation_is_off():
     model, _, batch = loop()
