@@ -41,6 +41,7 @@ from trimtab.profiling.training_loop import TrainingLoop, in_mode, one_at_a_time
 from trimtab.settings import unchanged
 from trimtab.settings.dropout import dropout_modules
 from trimtab.settings.float8 import require_layers
+from trimtab.settings.recompute import names_operators
 from trimtab.settings.schedule import rate_unset
 from trimtab.state.data_state import draw_and_restore_data
 from trimtab.state.loop_state import unchanged_by
@@ -454,7 +455,7 @@ def _dropout_raced(
     subject: TrainingLoop, stands: Plan, data: Iterable[Any], progress: Say, passes: float | None, budget: Budget
 ) -> Plan:
     """Return the plan without dropout if paired runs reach the same loss on unseen batches sooner, else unchanged."""
-    if why := _not_raced(subject, data, passes):
+    if why := _not_raced(subject, stands, data, passes):
         return stands.having(dropout=replace(unchanged("dropout"), reason=why))
     begin = time.perf_counter()
     rival = stands.having(dropout=_NONE_DROPPED)
@@ -466,10 +467,15 @@ def _dropout_raced(
     return adapt_setting("dropout", stands, rival, explained, time.perf_counter() - begin)
 
 
-def _not_raced(subject: TrainingLoop, data: Iterable[Any], passes: float | None) -> str:
+def _not_raced(subject: TrainingLoop, stands: Plan, data: Iterable[Any], passes: float | None) -> str:
     """Return the reason for not trying a model without dropout, or ""."""
     if not dropout_modules(subject.model):
         return "unchanged: the model has no dropout"
+    if names_operators(stands.recompute.value):
+        return (
+            "unchanged: training without dropout was not tried, because the plan recomputes operators by number, and "
+            "the numbers would change without the random operators"
+        )
     if passes is None:
         return (
             "unchanged: training without dropout was not tried, because the number of epochs is unknown (pass "

@@ -11,6 +11,7 @@ from trimtab.core.choice import CUDA_GRAPHS, Scalar, is_recorded
 from trimtab.core.errors import ValueGivenError
 from trimtab.settings import IN_STEP, SETTINGS
 from trimtab.settings.precision import HALF
+from trimtab.settings.recompute import names_operators
 from trimtab.settings.sharding import KEPT, stages_with
 from trimtab.settings.step_in_backward import in_parts
 
@@ -189,7 +190,7 @@ CONFLICTS = (
     Conflict(
         ("recompute", "dropout"),
         # torch runs no random operator for a probability of 0 or 1, so that the operators behind have other numbers.
-        holds=lambda values: "[" in str(values["recompute"]) and values["dropout"] in (0, 1),
+        holds=lambda values: names_operators(values["recompute"]) and values["dropout"] in (0, 1),
         error=lambda values: {
             "got": f"{values['recompute']!r:.80} with dropout={values['dropout']}",
             "expected": "a schedule without numbers of operators, or another dropout",

@@ -43,6 +43,11 @@ class Recompute(Setting):
         return use_plan(loop.model, loop.plan)
 
 
+def names_operators(value: Scalar) -> bool:
+    """Return True if a schedule names operators of a block by number, as "~7[0,2]" does."""
+    return "[" in str(value)
+
+
 def use_plan(model: nn.Module, plan: Plan) -> Undo:
     """Recompute the activations of a model's blocks as a plan specifies; return a function that undoes the change."""
     from trimtab.techniques.activation_checkpointing import use_recomputation

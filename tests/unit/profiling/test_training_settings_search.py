@@ -449,6 +449,13 @@ def test_where_no_race_could_tell_dropout_is_kept_and_why(monkeypatch, make, dat
     assert said in found.dropout.reason
 
 
+def test_dropout_is_kept_if_operators_are_recomputed_by_number():
+    base = STANDS.recomputing("~0[0] 1", ("one", "two"), "asked for")
+    found = tune_plan(subject(Heavy), base, ("dropout",), batches(60), lambda text: None, RunLength(passes=1.0))
+    assert (found.dropout.value, found.recompute.value) == (None, "~0[0] 1")
+    assert "by number" in found.dropout.reason
+
+
 def test_passes_are_known_by_length_and_steps():
     assert RunLength.of(batches(40), 100) == RunLength(100, 2.5)
     assert RunLength.of(iter(batches(4)), 100) == RunLength(100, None)
