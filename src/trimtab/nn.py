@@ -170,6 +170,7 @@ class _ChunkedLoss(torch.autograd.Function):
                 torch.mm(slope, weight, out=grad_features[begin : begin + chunk_rows])
             if grad_weight is not None:
                 _add_product(grad_weight, slope.t(), chunk)
+            del slope  # Otherwise alive until the next chunk's gradient replaces it.
         ctx.gradients = grad_features, grad_weight, grad_bias
         ctx.dtypes = tuple(None if each is None else each.dtype for each in like)
         return total

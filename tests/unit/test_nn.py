@@ -13,7 +13,7 @@ from torch.nn import functional as F
 import trimtab
 from trimtab.core.errors import BatchError, ValueGivenError
 from trimtab.losses import Summed
-from trimtab.nn import IGNORED, LossHead
+from trimtab.nn import IGNORED, LossHead, chunked_cross_entropy
 from trimtab.state.peak_memory import peak_growth
 
 
@@ -138,6 +138,19 @@ def test_it_holds_a_chunk_of_logits_in_place_of_all():
     head, features = LossHead(32, 4000, chunk_rows=64), torch.randn(512, 32)
     with torch.no_grad():
         assert peak_growth(lambda: head.loss(features, targets)) < 0.5 * 512 * 4000 * 4
+
+
+@pytest.mark.parametrize("label_smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_several_chunks_hold_no_more_than_one(dtype, label_smoothing):
+    torch.manual_seed(0)
+    weight = torch.randn(4000, 32, dtype=dtype, requires_grad=True)
+    peaks = []
+    for rows in (128, 512):
+        features, targets = torch.randn(rows, 32, dtype=dtype, requires_grad=True), torch.randint(0, 4000, (rows,))
+        given = features, weight, None, targets, 128
+        peaks.append(peak_growth(lambda given=given: chunked_cross_entropy(*given, label_smoothing=label_smoothing)))
+    assert peaks[1] - peaks[0] < 0.1 * 128 * 4000 * 4
 
 
 def test_small_gradients_survive_fp16(problem):
