@@ -317,6 +317,6 @@ def test_plain_training_is_what_a_plan_without_changes_does(tmp_path):
     ours = trainer_of(TrimtabTrainer, tmp_path / "ours", torch.float64, own={"planning": KEEPS})
     for each in (plain, ours):
         each.train()
-    assert ours.plan.reference == trimtab.Reference("fp32", clip_norm=1.0)
+    assert ours.plan.reference == trimtab.Reference("fp32", clip_norm=1.0, keeps_gradients=True)
     assert not ours.plan.changes
     assert test_lightning.difference(ours.model, plain.model) <= test_transformers.EXACT
