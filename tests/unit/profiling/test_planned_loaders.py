@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy
 import pytest
 import torch
@@ -92,13 +94,21 @@ def test_a_plan_for_a_loader_times_it_and_counts_accumulated_batches():
         trimtab.plan(model, sgd(model), loss_fn, DataLoader(ROWS, 8), memory="1GiB", budget=trimtab.Budget())
 
 
+KEEPING = trimtab.Reference(declared=False, keeps_gradients=True)  # A trainer's own code may read gradients.
+
+
 @pytest.mark.parametrize(
     ("planning", "num_batches", "window", "expected"),
     [
-        ({}, 1, 1, {}),
-        ({}, 1, 4, {"accumulate": 4}),
-        ({}, 4, 4, {"reference": trimtab.Reference(accumulate=4, declared=False)}),
-        ({"reference": trimtab.Reference(accumulate=2)}, 1, 4, {"reference": trimtab.Reference(accumulate=2)}),
+        ({}, 1, 1, {"reference": KEEPING}),
+        ({}, 1, 4, {"accumulate": 4, "reference": KEEPING}),
+        ({}, 4, 4, {"reference": replace(KEEPING, accumulate=4)}),
+        (
+            {"reference": trimtab.Reference(accumulate=2)},
+            1,
+            4,
+            {"reference": trimtab.Reference(accumulate=2, keeps_gradients=True)},
+        ),
     ],
 )
 def test_a_trainers_batches_of_a_step_are_counted_once(planning, num_batches, window, expected):
