@@ -213,4 +213,4 @@ def test_a_task_that_the_wheel_begins_is_made_ones_own_and_compared(unpacked, tm
         text = text.replace(before, after)
     (tmp_path / "my_task.py").write_text(text, encoding="utf-8")
     assert "the speed of your loop" in trimtab("compare", "my_task:task", "--quick")
-    assert (tmp_path / "runs" / "compare-my_task-task" / "report.html").is_file()
+    assert (tmp_path / "runs" / "compare-quick-my_task-task" / "report.html").is_file()
