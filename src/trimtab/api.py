@@ -50,7 +50,7 @@ from trimtab.profiling.training_settings_search import (
     tune_plan,
 )
 from trimtab.progress_display import ProgressArgument, shown
-from trimtab.settings.step_in_backward import with_gradient, without
+from trimtab.settings.step_in_backward import switched_off, with_gradient
 from trimtab.techniques.optimizer_in_backward import late_reason
 from trimtab.techniques.optimizers import modules_beside, require_alone
 from trimtab.training.batch import BatchSplitting, Count, Split, of_same_size
@@ -620,7 +620,7 @@ def start(
     plan = with_gradient(plan, needs)
     if plan.step_in_backward.value and isinstance(optimizer, torch.optim.Optimizer):
         reason = late_reason(optimizer)  # The loop may have changed since planning.
-        plan = without(plan, reason) if reason else plan
+        plan = switched_off(plan, reason) if reason else plan
     backend = backend_of(
         model,
         plan,

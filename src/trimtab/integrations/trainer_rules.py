@@ -19,7 +19,7 @@ from trimtab.core.parallelism import STAGES
 from trimtab.distributed.process_group import limited_to
 from trimtab.plans.plan import Plan, without_graphs
 from trimtab.settings import SETTINGS, unchanged
-from trimtab.settings.step_in_backward import without
+from trimtab.settings.step_in_backward import switched_off
 from trimtab.training.run import Run
 
 # Seconds: the default timeout of torch's gloo groups. A checkpoint of the trainer may delay a rank for minutes.
@@ -120,7 +120,7 @@ def checked_plan(plan: Plan | None, host: str) -> Plan | None:
         raise ValueGivenError("plan", got=f"a {type(plan).__name__}", expected="a trimtab.Plan", code="plan.invalid")
     if plan.clip_norm.value is not None and plan.clip_norm.value == plan.reference.clip_norm:
         plan = plan.having(clip_norm=unchanged("clip_norm"))
-    plan = without(plan, f"{host} needs the gradient of the whole step")
+    plan = switched_off(plan, f"{host} needs the gradient of the whole step")
     for name, value in plan.values.items():
         if SETTINGS[name].trainer_decides and value != SETTINGS[name].default:
             raise ValueGivenError(

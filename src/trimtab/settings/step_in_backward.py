@@ -116,10 +116,10 @@ def with_gradient(plan: Plan, needs: Mapping[str, object]) -> Plan:
             hint=f"Leave out {named}, or use a plan with step_in_backward=False.",
             code="step_in_backward.gradient_needed",
         )
-    return without(plan, f"{named} needs the gradient of the whole step")
+    return switched_off(plan, f"{named} needs the gradient of the whole step")
 
 
-def without(plan: Plan, why: str) -> Plan:
+def switched_off(plan: Plan, why: str) -> Plan:
     """Return a plan without a planned step within the backward pass, with a warning that names the reason."""
     choice = plan.step_in_backward
     if not choice.value or choice.code == BY_HAND:
