@@ -32,10 +32,10 @@ class BlockMemoryTrace(NamedTuple):
 
     Attributes:
         first: Chain of a window's first micro-batch.
-        later: Chain of a later micro-batch, whose gradients are added to existing ones.
+        later: Chain of a later micro-batch, with gradients added to existing gradients.
         forwards: Operators of every stage's forward, for the first micro-batch.
         work: Operators of the complete forward and backward of the first micro-batch.
-        early: Chain of a single micro-batch that updates each parameter within the backward pass; None if not traced.
+        early: Chain of a single micro-batch with parameter updates within the backward pass; None if not traced.
     """
 
     first: BlockChain
@@ -46,7 +46,7 @@ class BlockMemoryTrace(NamedTuple):
 
 
 def chains_through(few: BlockMemoryTrace, many: BlockMemoryTrace, rows: tuple[int, int]) -> list[BlockChainModel]:
-    """Return the chain models of a first and of a later micro-batch, and with early updates if these were traced.
+    """Return the chain models of a first and of a later micro-batch, and with early updates if traced.
 
     All are fitted through two sizes in samples.
     """
@@ -74,9 +74,9 @@ def trace_stages(
     Args:
         counts_scratch: True to add operator workspace, by running each operator that needs any once on real CPU
             tensors.
-        drops: True to also trace a forward without saved activations, instead of using the figures of the normal one.
-        twice: True to also trace a later micro-batch, instead of using the figures of the first one.
-        updates: Temporary bytes of each parameter's update, by name, to also return the chain with updates within the
+        drops: True to also trace a forward without saved activations, instead of using the normal forward.
+        twice: True to also trace a later micro-batch, instead of using the figures of the first.
+        updates: Temporary bytes of a parameter's update, by name, to also return the chain with updates within the
             backward pass.
 
     Raises:
@@ -183,8 +183,8 @@ class _Span:
         most: Peak.
         left: Memory left at the end; for a backward, memory that stays beyond the following backward.
         output_bytes: Size of a forward's results; for a backward, the part of them freed before it begins.
-        beside: Memory added between the end of a forward and the start of the next one.
-        passing: Part of a forward's memory that is freed when the complete forward ends.
+        beside: Memory added between the end of a forward and the start of the next forward.
+        passing: Part of a forward's memory, freed when the complete forward ends.
     """
 
     most: int
@@ -198,8 +198,8 @@ class _Pass:
     """A forward with its backward.
 
     Attributes:
-        updates: Temporary bytes of each parameter's update within the backward pass, by name. A gradient of these
-            parameters is freed upon arrival; {}: gradients are held.
+        updates: Temporary bytes of a parameter's update within the backward pass, by name. A gradient of a parameter
+            in `updates` is freed upon arrival; {}: gradients are held.
     """
 
     def __init__(self, storages: StorageTracker) -> None:
@@ -308,7 +308,7 @@ class _Pass:
         return spans
 
     def backwards(self) -> list[_Span]:
-        """Return each stage's backward, which ends at the start of the preceding stage's backward."""
+        """Return the stages' backward passes; a backward ends at the start of the preceding stage's backward."""
         held, most, died, count = self._held(), self._most(), self._indices(-1), len(self.seen.events)
         spans, end = [], count
         for mark, left in zip(self.marks, self._left(), strict=True):
@@ -319,7 +319,7 @@ class _Pass:
         return spans
 
     def _left(self) -> list[int]:
-        """Return the memory left by each backward.
+        """Return the memory left by the backward passes.
 
         Memory counts if it is still alive after the following backward. Memory left by an earlier backward and freed in
         this one is subtracted.

@@ -1,7 +1,7 @@
 """Trials: candidates of a search phase, run in interleaved blocks, in a random order per round (`drawn_turns`).
 
 A block is a few whole optimizer steps of a candidate, through the run that would train. Blocks are short and many, and
-paired by index, so that a drift in the machine's speed and bursts of other work affect all candidates alike. Every
+paired by index, so that a drift in the machine's speed and bursts of load affect all candidates alike. Every
 block starts from the same state, with the optimizer's moments present. To keep planning short with slow steps, known
 results of earlier phases are not measured again, and a candidate that lost all of its first blocks is dropped.
 
@@ -59,7 +59,7 @@ _SLOW_S = 0.3  # On a CPU, one-time costs are small compared with such a long fi
 
 
 class UntrainableCandidate(Exception):
-    """A candidate that runs but does not train."""
+    """A candidate running without training."""
 
     def __init__(self, code: str, text: str) -> None:
         super().__init__(text)
@@ -110,7 +110,7 @@ class _TrialArm:
 
 @dataclass(frozen=True)
 class TrialPower:
-    """Power measurement of trials; `is_asked` if energy is weighted or limited, else only finals get a window each."""
+    """Power measurement of trials; `is_asked` if energy is weighted or limited, else only finals get a window."""
 
     meter: Meter
     is_asked: bool
@@ -123,7 +123,7 @@ class TrialPower:
         return MIN_PAIRS_FOR_VERDICT if self.is_asked and decides else 1
 
     def read(self, subject: TrainingLoop, arms: Sequence[_TrialArm], start: LoopState, num_windows: int) -> None:
-        """Add the watts of every arm, in alternating order; an arm that fails or lacks a reading gets none."""
+        """Add the watts of every arm, in alternating order; an arm with a failure or without a reading gets none."""
         for lap in range(num_windows):
             for arm in [arm for arm in arms if arm.error is None][:: 1 if lap % 2 == 0 else -1]:
                 start.restore()
@@ -157,7 +157,7 @@ class TrialPower:
 
 @dataclass(frozen=True)
 class _Blocks:
-    """Configuration of the timing blocks of a search phase; a block is a few consecutive steps of one candidate.
+    """Configuration of the timing blocks of a search phase; a block is a few consecutive steps of a candidate.
 
     Args:
         steps: timed steps per block.
@@ -214,7 +214,7 @@ def run_stage(
     run_s: float = 0.0,
     notes: Notes | None = None,
 ) -> tuple[Trial, ...]:
-    """Return the trials of a search phase; a candidate that fails has a trial with the error. State is restored.
+    """Return the trials of a search phase; a failed candidate has a trial with the error. State is restored.
 
     Args:
         patient: True to run more than `num_blocks` blocks, if blocks are short or a likely gain is within the noise;
@@ -272,7 +272,7 @@ def _smoke_tests(
 
 
 def _slowest(stage: SearchPhase, step_s: float) -> float:
-    """Return the largest time per step for which a candidate gets blocks."""
+    """Return the largest time per step of a candidate with blocks."""
     return _FAR_SLOWER * step_s if stage.name in _MODES else math.inf
 
 
@@ -319,7 +319,7 @@ def _run_blocks(blocks: _Blocks, arms: Sequence[_TrialArm], running: Sequence[_T
 
 
 def _recall(arm: _TrialArm, stage: SearchPhase, known: Sequence[Trial]) -> bool:
-    """Copy a candidate's step time and peak from an earlier phase; returns False if there were none."""
+    """Copy a candidate's step time and peak from an earlier phase; returns False without an earlier trial."""
     whole = [t for t in known if t.candidate == arm.candidate and t.is_whole and not t.control]
     found = next((t for t in reversed(whole) if t.step_s), None)
     if found is None or (found.peak_bytes is None and stage.name != ALONE):
@@ -329,7 +329,7 @@ def _recall(arm: _TrialArm, stage: SearchPhase, known: Sequence[Trial]) -> bool:
 
 
 def _warm_up(subject: TrainingLoop, arm: _TrialArm, *, measure_memory: bool, slowest: float, paces: bool) -> None:
-    """Run a step, a second one if needed, then a step with memory measurement; a failure becomes the arm's error.
+    """Run a step, a second step if needed, then a step with memory measurement; a failure becomes the arm's error.
 
     The first step may include one-time costs, such as compiled or autotuned kernels. A second step is therefore run
     if the first would drop the candidate (above `slowest`) or is short and sets the block length (`paces`), and
@@ -381,14 +381,14 @@ def _count_peak(run: Run, subject: TrainingLoop, arm: _TrialArm) -> None:
 
 
 def _is_over(stage: SearchPhase, arms: Sequence[_TrialArm], running: Sequence[_TrialArm]) -> bool:
-    """Return True if there were rivals and more blocks could not change the outcome for the remaining arms."""
+    """Return True with rivals, if more blocks could not change the outcome for the remaining arms."""
     left = [arm for arm in running if not arm.control]
     had_rivals = any(not arm.control and (arm.block_s or stage.accepts) for arm in arms[1:])
     return had_rivals and (len(left) < 2 if stage.orders else left == [arms[0]])
 
 
 def _promised(arms: Sequence[_TrialArm], running: Sequence[_TrialArm]) -> float | None:
-    """Return the largest speed-up of a rival that is worth having but still within the noise; None without one."""
+    """Return the largest speed-up of a rival that is worth having but still within the noise; otherwise None."""
     incumbent, control = arms[0], next((arm for arm in running if arm.control), None)
     # Without a control or incumbent, no number of blocks resolves a difference.
     if control is None or not incumbent.block_s:

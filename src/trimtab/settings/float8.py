@@ -1,7 +1,7 @@
 """Float8 matrix products of large linear layers, by torchao (Micikevicius et al. 2022, arXiv:2209.05433).
 
-Input, weight and output gradient of a layer are scaled and cast to float8 before each of its three products. Weights,
-gradients and optimizer state keep their precision.
+Input, weight and output gradient of a layer are scaled and cast to float8 before the products of forward and backward.
+Weights, gradients and optimizer state keep the precision of the loop.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Float8(Setting):
-    """Smallest size of the linear layers whose matrix products run in float8."""
+    """Smallest size of the linear layers with float8 matrix products."""
 
     name = "float8"
     title = "float8 products"

@@ -1,9 +1,8 @@
 """Per-layer precision: modules with an fp32 forward in a plan with bf16 or fp16 (paper, section VI).
 
-Modules are named as in `model.named_modules()`. Only the forward of a module is affected: functions reading its weights
-directly (`nn.MultiheadAttention` with its `out_proj`) run in the precision of their caller. Planning tries the modules
-with which a half precision is accurate, after a proof has refused the precision without them
-(`profiling.precision_error`).
+Modules are named as in `model.named_modules()`. Only the forward of a module is affected: functions reading the weights
+directly (`nn.MultiheadAttention` and `out_proj`) run in the precision of the caller. After a proof has refused a half
+precision, planning tries the precision with modules in fp32 for an accurate gradient (`profiling.precision_error`).
 """
 
 from __future__ import annotations
@@ -90,7 +89,7 @@ class Fp32Modules(Setting):
 
 
 def _remedies(profile: Profile, name: str) -> Iterable[tuple[Scalar, Remedy]]:
-    """Yield the refused precisions with the modules in fp32 that make them accurate."""
+    """Yield the refused precisions with the modules in fp32 for an accurate gradient."""
     for each in profile.refused_by_proof:
         if each.setting == "precision" and each.remedy is not None and each.remedy.setting == name:
             yield each.value, each.remedy
